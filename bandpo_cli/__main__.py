@@ -34,14 +34,13 @@ try:
     from bandpo_cli.cli.console import protect_streams
     from bandpo_cli.cli.doctor import configs_app, doctor
     from bandpo_cli.cli.eval import eval_app
-    from bandpo_cli.cli.export import export_app, import_app
+    from bandpo_cli.cli.export import export_app, import_app, sync
     from bandpo_cli.cli.launch_ranks import prints_errors, record_error, silence_other_ranks
     from bandpo_cli.cli.options import SETTINGS, command_group
     from bandpo_cli.cli.report import report
     from bandpo_cli.cli.runs import plot, runs, samples, show, view
     from bandpo_cli.cli.signals import exit_on_sigterm, handle_forwarded_signals
     from bandpo_cli.cli.sweep import sweep
-    from bandpo_cli.cli.sync import sync
     from bandpo_cli.cli.train import train
     from bandpo_cli.errors import RunError, UserError, first_line, system_error_message, user_code_location
     from bandpo_cli.processes.ranks import is_main_process, launched_ranks, rank_count

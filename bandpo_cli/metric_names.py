@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 CLOCK_PREFIXES = ("time/", "perf/")
 """Metrics with these prefixes depend on the machine and its load. Two runs of one configuration are equal if all other
@@ -17,6 +17,31 @@ SCORE = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+|n)")
 
 HELDOUT_ACCURACY = re.compile(r"eval/.+/mean_at_(\d+|n)")
 HELDOUT_REWARD = re.compile(r"eval/.+/reward")
+
+SAMPLED_TOKENS, TRAINED_TOKENS, FLOPS = (
+    "compute/sampled_tokens",
+    "compute/trained_tokens",
+    "compute/flops",
+)
+TOTAL_SECONDS = "time/total"
+TOTALS = (SAMPLED_TOKENS, TRAINED_TOKENS, FLOPS, TOTAL_SECONDS)
+"""Cumulative metrics: what a run has taken up to the end of a step, evaluations and checkpoints not included."""
+
+
+class Axis(NamedTuple):
+    """What a curve can be plotted over: a key of metrics.jsonl that never decreases, and its name with the unit."""
+
+    key: str
+    label: str
+
+
+AXES = {
+    "step": Axis("step", "step"),
+    "tokens": Axis(SAMPLED_TOKENS, "sampled tokens"),
+    "flops": Axis(FLOPS, "model FLOPs"),
+    "seconds": Axis(TOTAL_SECONDS, "seconds of training"),
+}
+"""The axes by the values of `--x`."""
 
 _CLIP_BIN = re.compile(r"clip/active_fraction/p_([\d.e-]+)_([\d.e-]+)")
 

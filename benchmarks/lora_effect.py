@@ -37,8 +37,7 @@ from bandpo_cli.config.run import LoraSettings, ModelConfig, OptimConfig, RunCon
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.lora import adapters_disabled, lora_layers, merged_weight
 from bandpo_cli.models.weights import adapter_weights, load_adapter, save_adapter
-from bandpo_cli.sampling.sampler import SamplingParams
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.sampler import SamplingParams, TransformersSampler
 from bandpo_cli.training.optimizer import Optimizer
 
 RANK = 16

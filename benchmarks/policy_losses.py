@@ -21,7 +21,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.loss import LossBatch, PolicyLoss, policy_loss
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.objective.policy_objective import policy_objective, token_mean
+from bandpo_cli.objective.policy_objective import AGGREGATIONS, policy_objective
 from bandpo_cli.training.experience import Experience, prepare_updates
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.update import update_policy
@@ -46,7 +46,7 @@ def random_tokens(count: int) -> tuple[LossBatch, torch.Tensor, torch.Tensor]:
     old = -8 * torch.rand(count, generator=generator) ** 3 - 1e-4
     new = (old + 0.1 * torch.randn(count, generator=generator)).clamp(max=-1e-5)
     advantages = torch.randn(len(lengths), generator=generator).repeat_interleave(lengths)
-    weights = token_mean(lengths, 500).repeat_interleave(lengths)
+    weights = AGGREGATIONS["token-mean"](lengths, 500).repeat_interleave(lengths)
     return LossBatch(lengths, advantages, old, wrong_peers=torch.ones(len(lengths))), new, weights
 
 

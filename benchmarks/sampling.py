@@ -18,8 +18,7 @@ from shared import command_line, random_qwen2
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.sampling.sampler import Sampler, SamplingParams
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.sampler import Sampler, SamplingParams, TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
 
 QWEN2 = (8192, 512, 1536, 8, 8, 4)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from bandpo_cli.reports.saturating_fit import EARLY, SaturatingFit, best_fit, fit_curve, saturating_curve
+from bandpo_cli.reports.saturating_fit import EARLY, SaturatingFit, best_fit, fit_curve
 
 Floats = NDArray[np.float64]
 
@@ -30,6 +30,11 @@ SPREAD_OF_ASYMPTOTES, SPREAD_OF_MIDPOINTS = (
     0.1,
 )  # standard deviations over seeds, of A and of log C_mid
 TOLERANCE = 0.05
+
+
+def saturating_curve(compute: Floats, initial: float, a: float, b: float, c_mid: float) -> Floats:
+    """Return the accuracy after `compute`, which is positive."""
+    return initial + (a - initial) / (1 + (c_mid / compute) ** b)
 
 
 def midpoint_for(reached: float) -> float:

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling import sync_check
+from bandpo_cli.sampling.sampler import TransformersSampler
 from bandpo_cli.sampling.sync_check import SyncCheck, mean_gap, probe_limit
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 
 NOISE = 0.01
 """Standard deviation of the noise on the weights, in standard deviations of the tensor."""

@@ -12,8 +12,7 @@ from pydantic.fields import FieldInfo
 
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.datasets import COUNTDOWN_DEFAULTS, LANGUAGE_MODEL_DEFAULTS
-from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS
+from bandpo_cli.registries import COUNTDOWN_DEFAULTS, DIVERGENCES, ENGINES, GRADERS, LANGUAGE_MODEL_DEFAULTS
 from bandpo_cli.settings_validation import Section, TaggedSection
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"

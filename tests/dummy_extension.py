@@ -6,10 +6,20 @@ from typing import Any, Literal
 from bandpo_cli.bounds.intervals import BoundsFunction, fixed_bounds
 from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.config.task import TaskSettings
-from bandpo_cli.datasets import DATASETS, TASKS, Dataset, TaskEntry
 from bandpo_cli.methods import METHODS, MethodEntry
 from bandpo_cli.methods.settings import MethodSettings
-from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, DivergenceEntry, EngineEntry, GraderEntry
+from bandpo_cli.registries import (
+    DATASETS,
+    DIVERGENCES,
+    ENGINES,
+    GRADERS,
+    TASKS,
+    Dataset,
+    DivergenceEntry,
+    EngineEntry,
+    GraderEntry,
+    TaskEntry,
+)
 from bandpo_cli.types import Completion, Problem
 
 

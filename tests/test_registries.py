@@ -14,19 +14,21 @@ import pytest
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.task import TaskSettings
 from bandpo_cli.custom_code import is_function_path, load_function
-from bandpo_cli.datasets import DATASETS, TASKS, task_kind
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.registries import (
     ADVANTAGES,
+    DATASETS,
     DIVERGENCES,
     ENGINES,
     GRADERS,
     SIGNATURES,
+    TASKS,
     Entry,
     Registry,
     load_attribute,
+    task_kind,
 )
 from tests.cli.eval_command import succeed
 

@@ -18,8 +18,7 @@ from bandpo_cli.bounds.arrays import (
     no_grad_no_warnings,
     output_dtype,
 )
-from bandpo_cli.bounds.divergences import Divergence, find_divergence
-from bandpo_cli.bounds.kl import MIN_TOKENS_FOR_TABLE
+from bandpo_cli.bounds.divergences import MIN_TOKENS_FOR_TABLE, Divergence, find_divergence
 from bandpo_cli.bounds.solver import RootFinder
 from bandpo_cli.errors import ConfigError
 
@@ -44,19 +43,17 @@ def band_bounds(
 
     Returns:
         `RatioBounds(lower, upper)`, each of the shape and on the device of `old_logprobs`, with
-        0 ≤ lower ≤ 1 ≤ upper ≤ 1/p. float64 for float64 and for integers, float32 for float32, float16 and
-        bfloat16. Computed in float64, since in float32 exp(−δ/p) alone loses 5 of 7 digits; kl for many float32
-        tokens has a separate method without that loss (`kl.kl_bounds_float32`).
+        0 ≤ lower ≤ 1 ≤ upper ≤ 1/p; float64 for float64 and integers, else float32. No gradient is recorded.
 
     Raises:
-        ConfigError: the divergence is unknown, delta is not a finite number > 0, max_ratio is not a number > 1,
-            `old_logprobs` is not made of real numbers, or, where the host can read its values, a log-probability is
-            above 0 by more than rounding (`ROUNDING`), or all are, as probabilities are.
+        ConfigError: an argument is not valid, or `old_logprobs` is not made of real numbers, or, where the host can
+            read its values, a log-probability is above 0 by more than rounding (`ROUNDING`), or all are, as
+            probabilities are.
 
-    A log-probability that is above 0 by rounding counts as 0. For NaN the interval is [1, 1], which allows no change.
-    −inf gives the limit p → 0. The host reads no value from an accelerator and therefore never waits for one: there,
-    every value above 0 counts as 0, without an error. Tensors on devices without float64 (mps) are computed on the
-    CPU. No gradient is recorded.
+    A log-probability that is above 0 by rounding counts as 0, −inf is the limit p → 0, and NaN has the interval [1, 1].
+    The computation is in float64, since in float32 exp(−δ/p) alone loses 5 of 7 digits; kl for many float32 tokens has
+    a method without that loss. The host never waits for an accelerator: there, every value above 0 counts as 0. Tensors
+    on devices without float64 (mps) are computed on the CPU.
     """
     if not isinstance(divergence, str):
         raise ConfigError(f"divergence must be a name or module:function, not {divergence!r}")

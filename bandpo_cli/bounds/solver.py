@@ -1,13 +1,13 @@
 """The Band of any f: a bracketed, derivative-free root finder in the natural parameter, with tabulated starts.
 
-With s = min(p, 1−p), the new ratio of the rarer side is ρ(t) = eᵗκ and the new ratio of the other side is κ(t) =
+With s = min(p, 1−p), the new ratio of the rarer side is ρ(t) = eᵗκ and that of the other side κ(t) =
 1/(1+s·expm1(t)); G(t) = s·f(ρ) + (1−s)·f(κ) is 0 at t = 0 and increases on both sides, to finite values where the bound
 saturates. The method is by T. R. Chandrupatla, Adv. Eng. Softw. 28 (1997) 145, which halves the bracket whenever
 inverse quadratic interpolation is not safe.
 
-In one call δ is fixed, so the root t(s) is a function of the probability only. For many tokens it is solved once at the
-edges of 64 bins per octave and interpolated linearly, with an error of the order of (1/64)²/8 ≈ 3e-5, as the start of
-two further interpolations. The bin of s is read from the top bits of its float64 representation, without a logarithm.
+For many tokens the root t(s) is solved once at the edges of 64 bins per octave and interpolated linearly, with an error
+of (1/64)²/8 ≈ 3e-5, as the start of two interpolations. The bin of s is read from the top bits of its float64
+representation, without a logarithm.
 """
 
 import math

@@ -32,9 +32,9 @@ from bandpo_cli.cli.console import (
 )
 from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import exit_on_sigterm
-from bandpo_cli.datasets import tasks_text
 from bandpo_cli.errors import plural
 from bandpo_cli.processes.ranks import launched_name, ranks_to_start
+from bandpo_cli.registries import tasks_text
 from bandpo_cli.types import UNGRADED_VERDICTS
 
 if TYPE_CHECKING:
@@ -162,10 +162,11 @@ def compare(
     a: Annotated[str, opt.argument("A", complete=folder_of("evaluation", "run"))],
     b: Annotated[str, opt.argument("B", complete=folder_of("evaluation", "run"))],
     show: Annotated[int, opt.option("N", min=0)] = 5,
+    margin: Annotated[float, opt.option("M")] = 0.02,
     format_: opt.TableOrJson = "table",
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
-    """Compare two evaluations problem by problem: B − A, with paired 95% intervals.
+    """Compare two evaluations problem by problem: B − A, paired, with intervals and verdicts.
 
     An evaluation is its name in --runs-dir, its folder, or its eval.json. A
     problem is a win if B has a higher share of correct completions than A. Only
@@ -179,10 +180,11 @@ def compare(
         a: An evaluation, or RUN or RUN@STEP as evaluated in training.
         b: The evaluation to compare with A, in the same forms.
         show: Number of the most changed problems to list.
+        margin: Differences of accuracy within ±M can be found equivalent.
     """
     from bandpo_cli.experiments import compare as compare_evaluations
 
-    console, result = open_console(), compare_evaluations(a, b, runs_dir)
+    console, result = open_console(), compare_evaluations(a, b, runs_dir, margin)
     if format_ == "json":
         sets = {label: value.as_json() for label, value in result.sets.items()}
         differences = {key: {"a": a, "b": b} for key, (a, b) in result.differences.items()}
@@ -393,12 +395,13 @@ def print_comparison(console: Console, result: ComparisonResult, show: int) -> N
         only = [f"{n:,} only in {name}" for name, n in (("A", compared.only_a), ("B", compared.only_b)) if n]
         console.print()
         print_line(console, ", ".join([f"{plural(compared.shared, 'problem')} in both", *only]), label)
-        table = make_table("", ">A", ">B", ">B − A", ">95% interval")
-        for name, (a, b, change) in compared.metrics.items():
+        table = make_table("", ">A", ">B", ">B − A", ">95% interval", ">detectable", "verdict")
+        for name, (a, b, change, verdict) in compared.metrics.items():
             texts = [metric_text(name, value) for value in (a, b, change.value)]
             sign = "+" if change.value > 0 and texts[2].strip("0.") else ""  # no sign before a zero
             texts[2:] = f"{sign}{texts[2]}", metric_text(name, change.low, change.high)
-            table.add_row(metric_label(name), *texts)
+            shown = "–" if verdict.detectable is None else metric_text(name, verdict.detectable)
+            table.add_row(metric_label(name), *texts, shown, verdict.text)
         console.print(table)
         compared_by = "mean reward" if "reward" in compared.metrics else "share of correct completions"
         counts = (

@@ -14,11 +14,22 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bandpo_cli.datasets import DATASETS, TASKS, TEMPLATES, generated_tasks, split_member, tasks_text
 from bandpo_cli.errors import UserError, unknown_choice
 from bandpo_cli.methods import METHODS
 from bandpo_cli.paths import folders_containing
-from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, TRACKERS, load_attribute
+from bandpo_cli.registries import (
+    DATASETS,
+    DIVERGENCES,
+    ENGINES,
+    GRADERS,
+    TASKS,
+    TEMPLATES,
+    TRACKERS,
+    generated_tasks,
+    load_attribute,
+    split_member,
+    tasks_text,
+)
 
 RUNS = Path("runs")
 

@@ -28,6 +28,7 @@ def report(
     baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's")] = None,
     by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
     out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
+    margin: Annotated[float, opt.option("M")] = 0.02,
     fit: Annotated[bool, opt.option(flags=["--fit"])] = False,
     format_: opt.TableOrJson = "table",
     runs_dir: opt.RunsDir = opt.RUNS,
@@ -49,6 +50,7 @@ def report(
         baseline: The variant that all other variants are compared with.
         by: Settings that define a variant, for example bounds,optim.lr; repeatable.
         out: Folder of the report.
+        margin: Differences of accuracy within ±M can be found equivalent.
         fit: Also fit a saturating curve to the held-out accuracy of each variant.
     """
     from bandpo_cli.reports.run_variants import select_runs
@@ -56,7 +58,7 @@ def report(
 
     chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
     folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
-    written = write_report(chosen, folder, fit=fit)
+    written = write_report(chosen, folder, margin, fit)
     if format_ == "json":
         print_json(written.as_json())
     else:

@@ -29,10 +29,10 @@ from bandpo_cli.cli.console import (
     to_json,
 )
 from bandpo_cli.cli.options import folder_of, one_of
-from bandpo_cli.datasets import DATASETS, generated_tasks
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.methods import METHODS
 from bandpo_cli.processes.watch import read_stacks
+from bandpo_cli.registries import DATASETS, generated_tasks
 
 RunName = Annotated[
     str, opt.argument("RUN", complete=folder_of("run"), help="Its name in --runs-dir, or its folder.")

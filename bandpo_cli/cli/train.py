@@ -70,6 +70,7 @@ def train(
     """
     from bandpo_cli.cli.launch_ranks import launch
     from bandpo_cli.config.layers import nest, read_assignments, read_config, resolve
+    from bandpo_cli.experiments.plan import locked_resume, plan_fork, plan_training
     from bandpo_cli.experiments.preflight import new_run_layers
 
     layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
@@ -86,18 +87,12 @@ def train(
             raise UserError(f"--probe: it tries a new run in one process; leave out {' and '.join(given)}")
     with ExitStack() as lock:
         if resume is not None:
-            from bandpo_cli.experiments.plan_from_checkpoint import locked_resume
-
             if name is not None:
                 raise UserError(f"--resume {resume}: the run continues in its folder; remove --name")
             plan = lock.enter_context(locked_resume(resume, runs_dir, layers, read_only=dry_run, ranks=ranks))
         elif fork is not None:
-            from bandpo_cli.experiments.plan_from_checkpoint import plan_fork
-
             plan = plan_fork(fork, layers, runs_dir, asked, ranks)
         else:
-            from bandpo_cli.experiments.plan import plan_training
-
             plan = plan_training(resolve(new_run_layers(layers, runs_dir)), runs_dir, asked, ranks)
         if probe:
             from bandpo_cli.cli.preview import run_probe
@@ -129,13 +124,13 @@ def _run(plan: Plan, runs_dir: Path, ranks: int, profiler: ProfileCallback | Non
     from bandpo_cli.experiments.run import run_plan
 
     console = open_console(long_running=True)
-    task, config, start = plan.task, plan.pinned, plan.start
+    task, config = plan.task, plan.pinned
     rows = [] if task is None else settings_rows(config, task, ranks)
-    if start.text:
-        rows.append(("resume" if start.is_resume else "fork of", start.text))
+    if plan.text:
+        rows.append(("resume" if plan.is_resume else "fork of", plan.text))
     print_settings(console, rows, [] if task is None else task.notes(), plan.warnings)
     if dry_run:
-        if task is not None and not start.is_resume:
+        if task is not None and not plan.is_resume:
             from bandpo_cli.cli.preview import print_dry_run
 
             print_dry_run(console, config, task, ranks)

@@ -25,10 +25,10 @@ from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.cli.console import LOADING, PLAIN_LINES, ExperimentView, make_table, print_line, print_rows
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.config.run import RunConfig, TrackingConfig, dtype_on
-from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import plural
 from bandpo_cli.metric_names import SCORE, has_nonbinary_rewards
 from bandpo_cli.processes.ranks import launched_ranks
+from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, shell_command
 from bandpo_cli.tasks.task import Task

@@ -76,19 +76,15 @@ def _merge_mappings(base: Layer, over: Layer) -> dict[str, Any]:
     merged = {**base, **over}
     for key in base.keys() & over.keys():
         earlier, later = base[key], over[key]
-        is_list = isinstance(earlier, list) and isinstance(later, dict) and _are_indices(later, len(earlier))
+        items = {str(index): item for index, item in enumerate(earlier)} if isinstance(earlier, list) else {}
+        is_list = isinstance(earlier, list) and isinstance(later, dict) and later.keys() <= items.keys()
         if is_list:
-            earlier = {str(index): item for index, item in enumerate(earlier)}
+            earlier = items
         if isinstance(earlier, dict) and isinstance(later, dict):
             merged[key] = _merge_mappings(earlier, later)
         if is_list:
             merged[key] = [*merged[key].values()]
     return merged
-
-
-def _are_indices(section: Layer, length: int) -> bool:
-    """Return whether the keys of a section are indices of a list of `length` elements."""
-    return section.keys() <= {str(index) for index in range(length)}
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -112,11 +108,7 @@ def split_values(text: str) -> list[str]:
 
 
 def read_assignments(assignments: Iterable[str]) -> Layer:
-    """Return `["optim.lr=1e-4", ...]` of `--set` as one layer; `parse_value` reads the values.
-
-    Raises:
-        ConfigError: an assignment is not of the form `a.b=value`, or one contradicts another.
-    """
+    """Return `["optim.lr=1e-4", ...]` of `--set` as one layer; raise ConfigError for other forms and contradictions."""
     layer: dict[str, Any] = {}
     for assignment in assignments:
         where = f"--set {assignment!r}"
@@ -130,8 +122,7 @@ def read_assignments(assignments: Iterable[str]) -> Layer:
 def parse_value(key: str, text: str, where: str) -> Any:
     """Return the value of a setting on the command line: YAML, or the text itself for a setting that is a text.
 
-    A text may be quoted as in YAML, and `null` is no text. Raises ConfigError, which begins with `where`, if the text
-    is not YAML.
+    A text may be quoted as in YAML, and `null` is no text.
     """
     if key not in _TEXTS:
         return parse_yaml(text, where)
@@ -142,11 +133,7 @@ def parse_value(key: str, text: str, where: str) -> Any:
 
 
 def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted settings as sections: {"optim.lr": 1e-4} as {"optim": {"lr": 1e-4}}.
-
-    Raises:
-        ConfigError: one of them is not a dotted name, or contradicts another.
-    """
+    """Return dotted settings as sections: {"optim.lr": 1e-4} as {"optim": {"lr": 1e-4}}."""
     layer: dict[str, Any] = {}
     for key, value in settings.items():
         _set_nested(layer, key, value, f"'{key}'")
@@ -183,11 +170,8 @@ def flatten(
         keep_empty: an empty mapping is a value; otherwise it has no key.
         path: the key of `settings` itself.
     """
-    if (
-        expand_lists
-        and isinstance(settings, list)
-        and any(isinstance(item, dict | list) for item in settings)
-    ):
+    has_items = isinstance(settings, list) and any(isinstance(item, dict | list) for item in settings)
+    if expand_lists and has_items:
         settings = dict(enumerate(settings))
     if not isinstance(settings, Mapping) or (keep_empty and path and not settings):
         return {path: settings}
@@ -277,11 +261,7 @@ def read_yaml(path: Path, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Return the value of the document `text`, None for an empty one.
-
-    Raises:
-        ConfigError: the text is not YAML, has a key twice, or has a language-specific tag.
-    """
+    """Return the value of a document; raise ConfigError if it is not YAML, or has a key twice or a Python tag."""
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except Exception as error:  # noqa: BLE001 - PyYAML raises KeyError, IndexError and others for malformed values
@@ -317,12 +297,7 @@ class _StrictLoader(_Loader):  # type: ignore[misc]
 
 
 class FileLayer(dict[str, Any]):
-    """The settings of a file. An error in one of them names the file and the line.
-
-    Attributes:
-        where: the option that named the file, with its path.
-        path: the file.
-    """
+    """The settings of the file `path`, which the option `where` named; errors in them name the file and the line."""
 
     def __init__(self, settings: Mapping[str, Any], where: str, path: Path) -> None:
         super().__init__(settings)
@@ -349,16 +324,10 @@ def _entries(node: yaml.Node | None, key: str) -> Iterator[tuple[int, yaml.Node]
 
 
 def read_config(path: Path, where: str = "--config") -> FileLayer:
-    """Return the settings of a file, or of a configuration file of the package by its name.
+    """Return the settings of a file, or of a configuration file of the package by its name; see `read_layer`.
 
     `paper/base`, `paper/base.yaml` and `configs/paper/base.yaml` name the same file of the package. Modules beside the
     file can be named in the settings.
-
-    Args:
-        where: the option that named the file; error messages begin with it.
-
-    Raises:
-        ConfigError: there is no such file, it cannot be read, is not YAML, or does not hold a mapping.
     """
     if path_exists(path):
         add_code_folder(path.parent)
@@ -372,11 +341,7 @@ def read_config(path: Path, where: str = "--config") -> FileLayer:
 
 
 def read_layer(path: Path, where: str = "--config") -> Layer:
-    """Return the settings by section in a YAML file; `where` is the option or key that named the file.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or does not hold a mapping.
-    """
+    """Return the settings by section in a YAML file; raise ConfigError, which begins with `where`, for others."""
     content = read_yaml(path, where := f"{where} {path}")
     if content is None or isinstance(content, dict):
         return content or {}

@@ -1,6 +1,7 @@
 """Configuration of a run, one class per section. The defaults train the bundled model on countdown."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -18,7 +19,7 @@ from bandpo_cli.config.task import AsList, CountdownTask, TaskSettings
 from bandpo_cli.errors import ConfigError, has_secret, plural
 from bandpo_cli.methods.band_and_clip import BandSettings
 from bandpo_cli.methods.settings import MethodSettings
-from bandpo_cli.metric_names import is_clock_metric
+from bandpo_cli.metric_names import FLOPS, SAMPLED_TOKENS, is_clock_metric
 from bandpo_cli.registries import ADVANTAGES, TRACKERS
 from bandpo_cli.settings_validation import NotEmpty, NotNegative, Positive, Section, require
 
@@ -281,6 +282,18 @@ class StopConfig(Section):
     limit."""
     steps: PositiveInt = 20
     """Number of consecutive steps beyond a limit after which the run ends. A warning comes at half of it."""
+    tokens: PositiveInt | None = None
+    """Budget of sampled tokens (`compute/sampled_tokens`): the step that reaches it is the last one, with an evaluation
+    and a checkpoint; null for no budget."""
+    flops: Positive | None = None
+    """The same for model FLOPs of sampling and training (`compute/flops`)."""
+
+    def budget_reached(self, record: Mapping[str, Any]) -> str | None:
+        """Return the budget that a run has reached with a line of metrics.jsonl, and what it has taken; else None."""
+        for name, limit, metric in (("tokens", self.tokens, SAMPLED_TOKENS), ("flops", self.flops, FLOPS)):
+            if limit is not None and (taken := record.get(metric, 0)) >= limit:
+                return f"stop.{name} = {limit:g}: the run has taken {taken:.6g} ({metric})"
+        return None
 
 
 WITHOUT_EFFECT = (

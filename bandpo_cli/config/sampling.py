@@ -229,11 +229,8 @@ def resolve_engine(engine: str, on_gpu: bool) -> str:
 def engine_cards(card: int, ranks: int, cards: int) -> list[int]:
     """Return the number of the GPU on which the engine process of each rank runs (`sampling.max_lag`).
 
-    They are GPUs that train nothing if there is one for the engine of every rank, else the GPUs of the ranks.
-
-    Args:
-        card: the GPU of the policy, which a single rank may choose (`model.device`); several ranks use the first ones.
-        ranks, cards: numbers of ranks and of visible GPUs on this machine.
+    They are GPUs that train nothing if there is one, of all `cards`, for the engine of every rank, else the GPUs of the
+    ranks. A single rank may choose its `card` (`model.device`); several ranks use the first ones.
     """
     trainers = [card] if ranks == 1 else [*range(ranks)]
     free = [card for card in range(cards) if card not in trainers]

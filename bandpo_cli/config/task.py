@@ -1,7 +1,7 @@
 """Settings of the tasks (`task:` in a config file) and of the sources of questions and answers.
 
 There is one class per kind of task, chosen by `name`. A new kind of task needs a class here, a class in `tasks` and an
-entry in `datasets.TASKS`.
+entry in `registries.TASKS`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from pydantic import (
 
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.custom_code import is_function_path
-from bandpo_cli.datasets import (
+from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.paths import nearest_file, path_exists, user_path
+from bandpo_cli.registries import (
     BUNDLED_MODELS,
     DATA_TASK,
     DATASETS,
+    GRADERS,
     TASKS,
     TEMPLATES,
     generated_tasks,
+    load_attribute,
     split_member,
     task_kind,
 )
-from bandpo_cli.errors import ConfigError, nearest
-from bandpo_cli.paths import nearest_file, path_exists, user_path
-from bandpo_cli.registries import GRADERS, load_attribute
 from bandpo_cli.settings_validation import NotEmpty, Section, TaggedSection, require
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -366,11 +367,8 @@ def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
     """Return the values of `--task` as a layer of the `task` section.
 
     A known name is the task; a data file is what the task `data` trains on; `TASK:MEMBER` is a member of a task, and
-    several of them are mixed. Anything else stays a name, and the validation of the settings then reports it with the
-    nearest known name.
-
-    Raises:
-        ConfigError: a data file does not exist, or there are several values that are not members of one task.
+    several of them are mixed. Anything else stays a name, which the validation of the settings reports. Raise
+    ConfigError if a data file does not exist, or several values are not members of one task.
     """
     members = [split_member(text) for text in texts]
     tasks = {member[0] for member in members if member}

@@ -24,8 +24,8 @@ from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
 from bandpo_cli.types import Grade, Grader, Problem, derive_seed
 
 if TYPE_CHECKING:
+    from bandpo_cli.sampling.conversations import Conversations
     from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder
-    from bandpo_cli.sampling.rollouts import Conversations
     from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams
 
 _Item = TypeVar("_Item")

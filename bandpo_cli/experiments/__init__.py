@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from bandpo_cli.experiments.export_import import export_merged as export_merged
     from bandpo_cli.experiments.export_import import export_verl as export_verl
     from bandpo_cli.experiments.export_import import import_verl as import_verl
+    from bandpo_cli.experiments.export_import import sync as sync
     from bandpo_cli.experiments.run import fork as fork
     from bandpo_cli.experiments.run import resume as resume
     from bandpo_cli.experiments.run import train as train
-    from bandpo_cli.experiments.sync_runs import sync as sync
     from bandpo_cli.sweeps.sweep_run import sweep as sweep
 
 _MODULES = {
@@ -34,7 +34,7 @@ _MODULES = {
     "import_verl": "experiments.export_import",
     "resume": "experiments.run",
     "sweep": "sweeps.sweep_run",
-    "sync": "experiments.sync_runs",
+    "sync": "experiments.export_import",
     "train": "experiments.run",
 }
 """The module of each function. It is imported when the function is first used, so that a command imports only what it

@@ -16,7 +16,6 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import check_engine, default_k
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, task_from_arguments
 from bandpo_cli.custom_code import add_code_folder
-from bandpo_cli.datasets import BUNDLED_MODELS, DATASETS, generated_tasks, split_member
 from bandpo_cli.errors import ConfigError, UserError, nearest, plural
 from bandpo_cli.experiments.preflight import (
     ModelRef,
@@ -29,6 +28,7 @@ from bandpo_cli.experiments.preflight import (
     run_layers,
 )
 from bandpo_cli.paths import nearest_file, path_exists, user_path
+from bandpo_cli.registries import BUNDLED_MODELS, DATASETS, generated_tasks, split_member
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import (
     RECORD_FILE,

@@ -253,8 +253,8 @@ def _open_source(plan: EvalPlan, events: _Events, stack: ExitStack) -> _Source:
     settings = config.evaluation
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
+        from bandpo_cli.sampling.rollouts import set_up_sampling
         from bandpo_cli.sampling.sampler import SamplingParams, build_sampler
-        from bandpo_cli.sampling.setup import set_up_sampling
 
         loaded = set_up_sampling(config, source[1], ranks, training=False)
         sampler = build_sampler(config, loaded.policy)

@@ -1,34 +1,45 @@
-"""Exchange with verl and other programs: exports of experiments and models, and the import of verl's runs.
+"""Exchange with other programs: missing data of runs for trackers, exports for verl and as models, imports from verl.
 
 verl 0.9.1 logs with `utils/tracking.py`; MLflow has its names with `_at_` for @. docs/metrics.md compares the metrics.
 """
 
+import logging
 import math
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from bandpo_cli.callbacks import Callback, Dispatcher
 from bandpo_cli.config.layers import read_layer, resolve, to_yaml
-from bandpo_cli.config.run import RunConfig, with_dtype
-from bandpo_cli.datasets import BUNDLED_MODELS
-from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials
+from bandpo_cli.config.run import RunConfig, TrackingConfig, with_dtype
+from bandpo_cli.custom_code import code_from
+from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials, user_code_location
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.preflight import check_graders, choose_run_name, load_task, resolve_model
 from bandpo_cli.exports import verl_files, verl_settings
 from bandpo_cli.exports.verl_files import CONFIG_FILE, VERL_VERSION
 from bandpo_cli.exports.verl_settings import MODEL, InFolder, Overrides
 from bandpo_cli.paths import is_adapter_folder, path_exists, user_path
+from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.results import RunOverview, describe_line
-from bandpo_cli.storage.files import apply_umask, export_folder, sync, write_json, write_text
-from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder
-from bandpo_cli.tracking.mlflow_store import mlflow_client, sqlite_path, sqlite_uri
+from bandpo_cli.storage import files
+from bandpo_cli.storage.files import apply_umask, export_folder, write_json, write_text
+from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, find_folder
+from bandpo_cli.storage.run_record import read_stored_run
+from bandpo_cli.storage.sweep_folder import PLAN_FILE, find_runs
+from bandpo_cli.tracking.mlflow_store import MLFLOW, mlflow_client, sqlite_path, sqlite_uri, store_for_run
 from bandpo_cli.tracking.outages import check_reachable, short_error
+from bandpo_cli.tracking.sender import RunSender, SyncResult
+from bandpo_cli.tracking.trackers import tracker_class
 from bandpo_cli.types import Problem
+
+log = logging.getLogger("bandpo_cli")
 
 NAMES = {
     "critic/score/mean": "train/reward",
@@ -55,13 +66,7 @@ _EVALUATION = re.compile(r"val-core/(.+)/acc/mean_at_(\d+)")
 
 @dataclass(frozen=True)
 class VerlExport:
-    """An exported experiment.
-
-    Attributes:
-        overrides: verl's settings in run.sh.
-        differences: what verl computes differently, one line each.
-        arithmetic: the batches, one line each.
-    """
+    """An exported experiment: verl's settings in run.sh; the differences of verl, the batches and notes as lines."""
 
     overrides: Overrides
     differences: Sequence[str]
@@ -79,12 +84,9 @@ def export_verl(
     gpus_per_node: int = 8,
     allow_differences: bool = False,
 ) -> VerlExport:
-    """Write the folder with which verl runs the experiment: run.sh, data, reward function, README.md.
-
-    The folder is either complete or absent.
+    """Write a new folder with which verl runs an experiment, or nothing: run.sh, data, reward function, README.md.
 
     Args:
-        out: the folder; it must not exist.
         allow_differences: export settings that verl computes differently, with verl's own; README.md lists them.
 
     Raises:
@@ -98,11 +100,11 @@ def export_verl(
     if path_exists(out):
         raise UserError(f"--out {out}: exists already; name a new folder")
     differences = verl_settings.differences_of(config)
-    listed = "; ".join(differences)
     if not verl_settings.is_runnable(config):
-        raise ConfigError(f"verl cannot run this configuration: {listed}")
+        raise ConfigError(f"verl cannot run this configuration: {'; '.join(differences)}")
     if differences and not allow_differences:
-        raise ConfigError(f"verl computes this differently: {listed}; change it, or give --allow-differences")
+        advice = "change it, or give --allow-differences"
+        raise ConfigError(f"verl computes this differently: {'; '.join(differences)}; {advice}")
     task = load_task(config, trial=False)
     training, sets = task.train_problems(), task.heldout_sets()
     heldout = {label: problems[: config.evaluation.problems] for label, problems in sets.items()}
@@ -126,20 +128,17 @@ def export_verl(
         by_source.setdefault(problem.source, []).append(problem)
     join = template is not None
     table = verl_files.problem_table("train", by_source, join)
-    tables = {
-        verl_files.TRAIN_FILE: table,
-        verl_files.HELDOUT_FILE: verl_files.problem_table("test", heldout, join, table.schema),
-    }
-    files = {
+    heldout_table = verl_files.problem_table("test", heldout, join, table.schema)
+    texts = {
         "run.sh": verl_files.run_script(config, overrides),
         CONFIG_FILE: to_yaml(config),
         verl_files.REWARD_FILE: verl_files.REWARD_MODULE,
         "README.md": verl_files.readme(config, overrides, differences, arithmetic),
     }
     with export_folder(out) as folder:
-        for name, table in tables.items():
-            pyarrow.parquet.write_table(table, folder / name)
-        for name, text in files.items():
+        pyarrow.parquet.write_table(table, folder / verl_files.TRAIN_FILE)
+        pyarrow.parquet.write_table(heldout_table, folder / verl_files.HELDOUT_FILE)
+        for name, text in texts.items():
             write_text(folder / name, text)
         (folder / "run.sh").chmod(0o755)
         if config.model.path in BUNDLED_MODELS:
@@ -149,18 +148,13 @@ def export_verl(
 
 
 def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") -> Path:
-    """Write a model folder that transformers and vLLM load: the policy of a run, or a model with an adapter.
+    """Write a new model folder that transformers and vLLM load, complete or absent, and return its path.
 
     Adapters are merged into the weights as they are for the sampler during training. Of a run that trains all weights,
-    the files of the checkpoint are copied. The folder is either complete or absent.
-
-    Args:
-        model: a run (NAME or NAME@STEP), or an adapter folder in the format of peft.
-        out: the folder; it must not exist.
+    the files of the checkpoint are copied. `model` is a run (NAME or NAME@STEP), or an adapter folder of peft.
 
     Raises:
-        UserError: there is no such run or folder, the adapter or its base model cannot be loaded, or `out` exists or
-            cannot be written.
+        UserError: there is no such run or folder, the model cannot be loaded, or `out` exists or cannot be written.
         RunError: there is not enough memory for the model.
     """
     out = Path(out)
@@ -180,8 +174,8 @@ def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") ->
                     shutil.copy2(path, folder)
         for path in folder.iterdir():
             apply_umask(path)
-            sync(path)
-        sync(folder)
+            files.sync(path)
+        files.sync(folder)
     return out
 
 
@@ -191,12 +185,11 @@ def _write_merged(run: RunFolder | None, adapter: Path, folder: Path) -> None:
     with out_of_memory_errors(trained, training=False):
         from bandpo_cli.models.load import load_policy, read_config, save_policy
 
-        on_cpu = {"revision": None, "device": "cpu", "attention": "auto", "lora": None}
-        settings = trained.model.model_copy(update={"path": str(adapter), **on_cpu})
+        values = {"path": str(adapter), "revision": None, "device": "cpu", "attention": "auto", "lora": None}
+        settings = trained.model.model_copy(update=values)
         if run is None:  # the dtype in which the base model is stored
-            stored = str(read_config(settings).dtype)
-            dtype = "bfloat16" if stored == "torch.bfloat16" else "float32"
-            settings = settings.model_copy(update={"dtype": dtype})
+            is_half = str(read_config(settings).dtype) == "torch.bfloat16"
+            settings = settings.model_copy(update={"dtype": "bfloat16" if is_half else "float32"})
         save_policy(load_policy(settings, for_training=False), folder)
 
 
@@ -215,7 +208,7 @@ def import_verl(
     Args:
         job: folder of `export_verl`, with its config.yaml.
         name: name of the run folder; None for the name of the job's folder.
-        uri: MLflow server or store; None for the store of the job: MLFLOW_TRACKING_URI, its settings, its mlflow.db.
+        uri: MLflow server or store; None for MLFLOW_TRACKING_URI, the settings of the job, or its mlflow.db.
         run_id: the MLflow run; None for the last one with the name of the job's folder.
 
     Raises:
@@ -226,11 +219,10 @@ def import_verl(
     if not path_exists(job / CONFIG_FILE):
         raise UserError(f"{job}: no config.yaml; name a folder of `bandpo export verl`")
     config = resolve([read_layer(job / CONFIG_FILE, "settings of the job")])
-    store = uri or os.environ.get("MLFLOW_TRACKING_URI") or config.tracking.uri
-    store = store or sqlite_uri((job / "mlflow.db").absolute())
+    own = config.tracking.uri or sqlite_uri((job / "mlflow.db").absolute())
+    store = uri or os.environ.get("MLFLOW_TRACKING_URI") or own
     place = f"MLflow at {redact_credentials(store)}"
-    database = sqlite_path(store)
-    if database is not None and not path_exists(database):  # MLflow would create it
+    if (database := sqlite_path(store)) is not None and not path_exists(database):  # MLflow would create it
         raise UserError(f"{database}: no such MLflow store; give it with --tracking-uri")
     job_name = job.resolve().name
     target = choose_run_name(runs_dir, name or job_name, "")
@@ -261,7 +253,7 @@ def import_verl(
 
 
 def _find_run(client: Any, experiment: str, name: str) -> Any:
-    """Return the last run of a name."""
+    """Return the last run of a name in an experiment."""
     existing = client.get_experiment_by_name(experiment)
     if existing is None:
         raise UserError(f"MLflow has no experiment '{experiment}'; give the store with --tracking-uri")
@@ -288,3 +280,130 @@ def _read_metrics(client: Any, run: Any, aggregation: str) -> tuple[list[dict[st
         elif key.startswith(("actor/", "val-core/")):
             excluded.append(key)
     return [records[step] for step in sorted(records)], excluded
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """The outcome of a run at a tracker: what was sent, or why it was not to be sent, or why it could not be sent."""
+
+    name: str
+    result: SyncResult | None = None
+    skipped: str | None = None
+    error: str | None = None
+    tracker: str = MLFLOW
+
+
+SyncCallback = Callback[Sequence[Path], SyncReport, Sequence[SyncReport]]
+"""A callback of `sync`; `start` has the folders of all runs."""
+
+
+def sync(
+    names: Sequence[str] = (),
+    *,
+    all_runs: bool = False,
+    trackers: Sequence[str] = (),
+    uri: str | None = None,
+    runs_dir: Path | str = "runs",
+    callbacks: Sequence[SyncCallback] = (),
+) -> list[SyncReport]:
+    """Send trackers what they lack of runs: settings, metrics of every step, files and status.
+
+    A store that cannot be reached or does not accept a run is not tried again. The runs of the other stores are sent
+    before an error is raised.
+
+    Args:
+        names: runs, by name in `runs_dir` or by folder; a sweep stands for all of its runs.
+        all_runs: send every run of `runs_dir` in place of `names`; those without a tracker are skipped.
+        trackers: empty for the trackers of each run's settings, and MLflow for a run in `names` that has none.
+        uri: MLflow server or store; None for the one of each run's settings.
+        callbacks: `start` has the folder of each run once per tracker; `phase("tracking")` and `step` come for each.
+
+    Raises:
+        RunError: a store could not be reached or did not accept a run.
+        UserError: there is no such run, a run folder is damaged, or a tracker cannot be used.
+    """
+    for name in {*trackers} - {MLFLOW}:
+        tracker_class(name)
+    pairs: list[tuple[Path, str | None]] = [
+        (path, tracker)
+        for path, is_named in _choose_runs(names, all_runs, Path(runs_dir)).items()
+        for tracker in trackers or _trackers(path, is_named, uri)
+    ]
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # seconds; a person waits here, no training
+    events = Dispatcher(callbacks)
+    failed_places: dict[str, str] = {}
+    reports: list[SyncReport] = []
+    try:
+        events.start([path for path, _ in pairs])
+        for path, tracker in pairs:
+            events.phase("tracking")
+            reports.append(_send(path, tracker, uri, failed_places))
+            events.step(reports[-1])
+    finally:
+        events.end(reports)
+    unsent = [*failed_places.values()]
+    errors = [report.error for report in reports if report.error and report.error not in unsent]
+    if unsent:
+        errors.append(f"{'; '.join(unsent)}. Nothing is lost: sync again when it is back")
+    for line in errors[:-1]:
+        log.warning("%s", line)
+    if errors:
+        raise (RunError if unsent else UserError)(errors[-1])
+    return reports
+
+
+def _choose_runs(names: Sequence[str], all_runs: bool, runs_dir: Path) -> dict[Path, bool]:
+    """Return the folders of the runs that `names` name, or of every run in `runs_dir`; each once.
+
+    The value is True for a run that was named itself, and not a folder that contains it.
+    """
+    if all_runs == bool(names):
+        raise UserError("name the runs to send, or give --all for every run; not both")
+    chosen: dict[Path, tuple[Path, bool]] = {}
+    for name in names or [""]:
+        folder = find_folder(name, runs_dir, PLAN_FILE) if names else runs_dir
+        for path in [RunFolder.open(runs_dir, name).path] if folder is None else find_runs(folder):
+            chosen.setdefault(path.resolve(), (path, folder is None))
+    if not chosen:
+        raise UserError(f"no runs in {runs_dir}; give another place with --runs-dir")
+    return dict(chosen.values())
+
+
+def _trackers(path: Path, named: bool, uri: str | None) -> Iterable[str | None]:
+    """Return the trackers that a run is sent to; None in place of MLflow for a run that is left out."""
+    config = TrackingConfig()
+    with suppress(UserError, ValueError, TypeError):  # damaged settings: sending the run reports them
+        tracking = read_layer(path / "config.yaml").get("tracking") or {}
+        config = TrackingConfig(**{key: tracking[key] for key in ("trackers", "mlflow") if key in tracking})
+    if named and (uri is not None or not config.names):
+        return dict.fromkeys((MLFLOW, *config.names))
+    return config.names or (None,)
+
+
+def _send(path: Path, tracker: str | None, uri: str | None, failed_places: dict[str, str]) -> SyncReport:
+    """Send one run to one tracker; the error of a tracker is added to `failed_places`, by its place.
+
+    Nothing is sent to a place in `failed_places`: each attempt may take the timeout of the server.
+    """
+    if tracker is None:
+        return SyncReport(path.name, skipped="it has no tracker; name it to send it")
+    place = tracker
+    try:
+        with code_from(path):
+            store = store_for_run(read_stored_run(path), uri) if tracker == MLFLOW else None
+            sender = RunSender(tracker, path, store)
+            place = sender.place
+            if place not in failed_places:
+                check_reachable(sender.server())
+                return SyncReport(path.name, result=sender.send(), tracker=tracker)
+    except UserError as error:
+        return SyncReport(path.name, error=str(error), tracker=tracker)
+    except Exception as error:  # noqa: BLE001 - whatever the tracker and the network raise ends as one line
+        how = f"did not accept run {path.name}"
+        if isinstance(error, OSError):
+            if error.filename and Path(str(error.filename)).absolute().is_relative_to(path.absolute()):
+                why = f"{error.strerror}; sync locks the run folder and records in it what was sent"
+                return SyncReport(path.name, error=f"{error.filename}: {why}", tracker=tracker)
+            how = "cannot be reached"
+        failed_places[place] = f"{place} {how} ({short_error(error)}){user_code_location(error)}"
+    return SyncReport(path.name, error=failed_places[place], tracker=tracker)

@@ -45,7 +45,7 @@ _EXCERPT = 160
 """Characters of a completion that a warning quotes."""
 
 _CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call> (or the form of its response template)'
-"""The forms of a call (`sampling.tool_calls`)."""
+"""The forms of a call (`sampling.conversations`)."""
 
 
 class StepMonitor:

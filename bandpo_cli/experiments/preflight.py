@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from bandpo_cli.callbacks import Callback, TrainCallback
@@ -18,7 +18,6 @@ from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig, dtype_on
 from bandpo_cli.config.sampling import GradingConfig, check_engine
 from bandpo_cli.config.task import DataTask, RewardComponent
 from bandpo_cli.custom_code import add_code_folder, load_setting
-from bandpo_cli.datasets import BUNDLED_MODELS, DATASETS, generated_tasks
 from bandpo_cli.errors import ConfigError, UserError, definition_location, nearest, plural
 from bandpo_cli.grading.answers import unparsed_references
 from bandpo_cli.grading.pool import check_grader
@@ -34,7 +33,14 @@ from bandpo_cli.paths import (
     path_exists,
     user_path,
 )
-from bandpo_cli.registries import ADVANTAGES, ENGINES, ENVIRONMENT_GRADER
+from bandpo_cli.registries import (
+    ADVANTAGES,
+    BUNDLED_MODELS,
+    DATASETS,
+    ENGINES,
+    ENVIRONMENT_GRADER,
+    generated_tasks,
+)
 from bandpo_cli.storage.checkpoints import STATE, check_contents, model_checkpoints
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import (
@@ -159,20 +165,18 @@ def prepare_task(config: RunConfig) -> Task:
     settings = config.task
     if isinstance(settings, DataTask):  # the environment has the question, without an instruction
         settings = settings.model_copy(update={"template": "plain"})
-    return EnvironmentTask(build_task(settings), config)
+    task = build_task(settings)
+    chosen = getattr(settings, "chosen_grader", None)
+    reset = partial(
+        first_messages, config.task.environment, config.grading, grader=None if chosen else ENVIRONMENT_GRADER
+    )
 
+    def heldout() -> dict[str, list[Problem]]:
+        return {label: reset(problems) for label, problems in task.heldout_sets().items()}
 
-class EnvironmentTask:
-    """A task whose prompts come from its environment; `train_problems` and `heldout_sets` reset it once."""
-
-    def __init__(self, task: Task, config: RunConfig) -> None:
-        grader = None if getattr(config.task, "chosen_grader", None) else ENVIRONMENT_GRADER
-        reset = partial(first_messages, str(config.task.environment), config.grading, grader=grader)
-        self.name, self.notes = task.name, task.notes
-        self.train_problems = cache(lambda: reset(task.train_problems()))
-        self.heldout_sets = cache(
-            lambda: {label: reset(problems) for label, problems in task.heldout_sets().items()}
-        )
+    prompted = Task(task.name, lambda: reset(task.train_problems()), heldout)
+    prompted.lines = task.lines
+    return prompted
 
 
 def check_model_and_task(config: RunConfig, setting: str) -> None:

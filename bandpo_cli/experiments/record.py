@@ -21,7 +21,7 @@ from bandpo_cli.custom_code import exits_as_errors, keep_code
 from bandpo_cli.errors import RunError, UserError, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import stop_reason
-from bandpo_cli.experiments.plan import RESOLVED, Fork, Plan, Start
+from bandpo_cli.experiments.plan import RESOLVED, Fork, Plan
 from bandpo_cli.paths import cached_commit, path_exists, relative_to_cwd
 from bandpo_cli.processes.ranks import check_same_on_all, is_main_process
 from bandpo_cli.results import summary_fields
@@ -55,44 +55,44 @@ def open_folder(plan: Plan, config: RunConfig, components: Components | None, st
         config: the settings for config.yaml.
         components: None for a resume of a run whose steps are all done.
     """
-    start, folder = plan.start, plan.folder
+    folder = plan.folder
     if components is None:
         if is_main_process():
-            _cut_back(folder, config, start.step, describe_environment())
+            _cut_back(folder, config, plan.step, describe_environment())
         return folder
     ranks = components.ranks
-    check_same_on_all(ranks, to_yaml(config), str(start.step))
-    if start.is_resume:
-        _load_state(folder, config, components, start)
+    check_same_on_all(ranks, to_yaml(config), str(plan.step))
+    if plan.is_resume:
+        _load_state(folder, config, components, plan)
         if ranks.is_main:
-            _cut_back(folder, config, start.step, run_environment(plan.pinned, components))
+            _cut_back(folder, config, plan.step, run_environment(plan.pinned, components))
         ranks.wait()
         return folder
     if ranks.is_main:
         folder = RunFolder.create(folder.path.parent, folder.name)
         stack.enter_context(run_lock(folder.path))
         keep_code(plan.pinned.model_dump_json(), folder.path)
-        parent = {} if start.fork is None else copy_parent(start.fork, folder)
+        parent = {} if plan.fork is None else copy_parent(plan.fork, folder)
         folder.write_env({**parent, **run_environment(plan.pinned, components)})
         folder.write_config(to_yaml(config))
     folder = ranks.gather(folder)[0]
-    _load_state(folder, config, components, start)
+    _load_state(folder, config, components, plan)
     return folder
 
 
-def _load_state(folder: RunFolder, config: RunConfig, components: Components, start: Start) -> None:
+def _load_state(folder: RunFolder, config: RunConfig, components: Components, plan: Plan) -> None:
     """Load the checkpoint with which the run starts; a run from scratch keeps the initial weights."""
-    if start.step < 0:
+    if plan.step < 0:
         return
     try:
         with out_of_memory_errors(config):
-            components.resume_from(folder.checkpoint_dir(start.step))
+            components.resume_from(folder.checkpoint_dir(plan.step))
     except UserError as error:
-        if start.fork is None:
+        if plan.fork is None:
             raise
         if components.ranks.is_main:  # the data of the task have changed since the checkpoint was written
             remove_tree(folder.path)
-        raise UserError(str(error).replace(str(folder.path), str(start.fork.run.path))) from None
+        raise UserError(str(error).replace(str(folder.path), str(plan.fork.run.path))) from None
 
 
 def run_environment(config: RunConfig, components: Components) -> dict[str, Any]:

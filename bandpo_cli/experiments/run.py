@@ -21,8 +21,7 @@ from bandpo_cli.custom_code import exits_as_errors, user_code
 from bandpo_cli.errors import GraderFailedError, closed_at_end
 from bandpo_cli.experiments.memory_check import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.monitor import StepMonitor
-from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, plan_training
-from bandpo_cli.experiments.plan_from_checkpoint import locked_resume, plan_fork
+from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, locked_resume, plan_fork, plan_training
 from bandpo_cli.experiments.preflight import callback_class
 from bandpo_cli.experiments.record import close_record, disk_errors, open_folder, run_info
 from bandpo_cli.grading.pool import failure_warnings
@@ -133,7 +132,7 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
     config, components = plan.config, None
     with ExitStack() as stack:
         if plan.task is not None:  # else all steps are done; what is left is the summary and the plots
-            changeable = CHANGEABLE_SETTINGS if plan.start.is_resume else None
+            changeable = CHANGEABLE_SETTINGS if plan.is_resume else None
             loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable)
             config = _as_loaded(config, loaded)
         folder = open_folder(plan, config, components, stack)

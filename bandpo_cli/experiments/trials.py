@@ -91,7 +91,7 @@ def first_prompt(config: RunConfig, task: Task) -> tuple[PromptEncoder, Problem,
     """
     from bandpo_cli.models.load import check_vocabulary, load_tokenizer, read_config
     from bandpo_cli.sampling.prompt_encoding import PromptEncoder, check_context_length
-    from bandpo_cli.sampling.setup import fitting_problems
+    from bandpo_cli.sampling.rollouts import fitting_problems
 
     model, tokenizer = read_config(config.model), load_tokenizer(config.model)
     rows = model.get_text_config().vocab_size

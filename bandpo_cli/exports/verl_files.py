@@ -38,11 +38,7 @@ _RESERVED = {"true", "false", "null", "nan", "inf", "none"}
 
 
 def batch_arithmetic(config: RunConfig, gpus: int, problems: int) -> list[str]:
-    """Return the numbers of prompts, completions and updates per step and GPU, one line each.
-
-    Raises:
-        ConfigError: verl cannot divide the batches so, or there is no complete batch of problems.
-    """
+    """Return the numbers of prompts, completions and updates per step and GPU; raise ConfigError if they do not fit."""
     prompts, samples, updates = config.sampling.prompts, config.sampling.samples, config.optim.updates
     parallel = config.sampling.vllm.tensor_parallel
     per_update = prompts // updates * samples
@@ -158,12 +154,8 @@ JOINED = "{% for message in messages %}{{ message.content }}{% endfor %}"
 def chat_template(config: RunConfig, problems: Sequence[Problem]) -> str | None:
     """Return the value of verl's `custom_chat_template` for these prompts; None for the model's own template.
 
-    The tokenizer is loaded unless `model.prompts` is `chat` and the template has no further arguments: it decides
-    whether messages are converted by a template, and adds its special tokens to messages that are joined.
-
-    Raises:
-        ConfigError: the tokenizer cannot be loaded, its template ignores one of `model.chat_template_kwargs`, or no
-            template gives verl the same token ids.
+    The tokenizer decides whether messages are converted by a template, and adds its special tokens to messages that are
+    joined. Raise ConfigError if no template gives verl the same token ids.
     """
     model = config.model
     if isinstance(problems[0].prompt, str):
@@ -197,13 +189,10 @@ def chat_template(config: RunConfig, problems: Sequence[Problem]) -> str | None:
 def problem_table(
     split: str, sets: Mapping[str, Sequence[Problem]], join_messages: bool, schema: pa.Schema | None = None
 ) -> pa.Table:
-    """Return problems in verl's layout.
+    """Return problems by `data_source`, by which verl names its metrics, in verl's layout.
 
-    Args:
-        split: `train` or `test`, in `extra_info`.
-        sets: problems by `data_source`, by which verl names its metrics.
-        join_messages: join the messages of a prompt with blank lines to a single message.
-        schema: the columns if there may be no problems.
+    `split` is train or test. `join_messages` joins the messages of a prompt with blank lines to a single message.
+    `schema` has the columns if there may be no problems.
     """
     import pyarrow as pa
 

@@ -1,23 +1,25 @@
 """Settings of verl 0.9.1 for the settings of a run, and what verl computes differently.
 
-`RULES` is complete: a test fails for a setting without a rule. `bandpo export verl` refuses settings that verl computes
-differently unless the user allows them. `LOSSES` has the policy losses of verl that methods of this package are equal
-to; tests/integrations compares each pair. The interfaces are those of verl's default trainer (`trainer/ppo/v1`,
-`trainer.use_v1=true`) with the FSDP engine.
+The rules (verl_settings.yaml) are complete: a test fails for a setting without a rule. `bandpo export verl` refuses
+settings that verl computes differently unless the user allows them. `LOSSES` has the policy losses of verl that methods
+of this package are equal to; tests/integrations compares each pair. The interfaces are those of verl's default trainer
+(`trainer/ppo/v1`, `trainer.use_v1=true`) with the FSDP engine.
 """
 
 import math
 from collections.abc import Callable
 from functools import reduce
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from bandpo_cli.config.run import RunConfig, dtype_on
-from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.methods.band_and_clip import BandSettings
 from bandpo_cli.methods.trust_region_masks import DppoSettings
 from bandpo_cli.paths import path_exists, user_path
-from bandpo_cli.registries import TRACKERS
+from bandpo_cli.registries import BUNDLED_MODELS, TRACKERS
 
 Overrides = dict[str, Any]
 """Values of verl's settings by key; a key that verl's configuration does not have begins with +."""
@@ -40,14 +42,6 @@ def tokens_per_micro_batch(config: RunConfig) -> int:
 
 class InFolder(str):
     """A path relative to the exported folder, whose place is known when run.sh runs."""
-
-
-def _model_path(config: RunConfig) -> str:
-    """Return a hub id, an absolute folder, or the copy of the bundled model in the exported folder."""
-    if config.model.path in BUNDLED_MODELS:
-        return InFolder("model")
-    local = user_path(config.model.path)
-    return str(local.absolute()) if path_exists(local) else config.model.path
 
 
 def _dtype(config: RunConfig) -> Overrides:
@@ -87,13 +81,16 @@ def _overlong(config: RunConfig) -> Overrides:
     reward, key = config.reward, "+reward.reward_kwargs"
     if not reward.overlong_buffer:
         return {}
+    buffer = {
+        "enable": True,
+        "len": reward.overlong_buffer,
+        "penalty_factor": reward.overlong_penalty,
+        "log": False,
+    }
     return {
         "reward.reward_manager.name": "dapo",
         f"{key}.max_resp_len": config.sampling.max_tokens,
-        f"{key}.overlong_buffer_cfg.enable": True,
-        f"{key}.overlong_buffer_cfg.len": reward.overlong_buffer,
-        f"{key}.overlong_buffer_cfg.penalty_factor": reward.overlong_penalty,
-        f"{key}.overlong_buffer_cfg.log": False,
+        **{f"{key}.overlong_buffer_cfg.{name}": value for name, value in buffer.items()},
     }
 
 
@@ -113,18 +110,63 @@ def _importance(config: RunConfig) -> Overrides:
     return {weights: objective.importance.partition("-")[0], f"{weights}_threshold": threshold}
 
 
-def _aggregation(config: RunConfig) -> Overrides:
-    if config.objective.aggregation != "seq-sum-norm":
-        return {f"{ACTOR}.loss_agg_mode": config.objective.aggregation}
+def _derived(config: RunConfig) -> dict[str, Overrides]:
+    """Return the settings of verl whose values are not copied, by the setting that they follow from."""
+    model, sampling, objective, optim = config.model, config.sampling, config.objective, config.optim
+    evaluation, local, kl = config.evaluation, user_path(model.path), objective.reference_kl
+    kl_loss = {f"{ACTOR}.kl_loss_coef": kl, f"{ACTOR}.kl_loss_type": "low_var_kl"} if kl else {}
     # A sum is divided by the longest completion.
-    norm = {f"{ACTOR}.loss_scale_factor": config.sampling.max_tokens}
-    return {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm", **norm}
-
-
-def _reference_kl(config: RunConfig) -> Overrides:
-    penalty = config.objective.reference_kl
-    kl_loss = {f"{ACTOR}.kl_loss_coef": penalty, f"{ACTOR}.kl_loss_type": "low_var_kl"}
-    return {f"{ACTOR}.use_kl_loss": penalty > 0, **(kl_loss if penalty else {})}
+    norm = {
+        f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm",
+        f"{ACTOR}.loss_scale_factor": sampling.max_tokens,
+    }
+    path: str = str(local.absolute()) if path_exists(local) else model.path
+    return {
+        "seed": {f"{ROLLOUT}.seed": config.seed, f"{ACTOR}.data_loader_seed": config.seed},
+        "steps": {"trainer.total_epochs": config.steps},
+        "model.path": {f"{MODEL}.path": InFolder("model") if model.path in BUNDLED_MODELS else path},
+        "model.dtype": _dtype(config),
+        "model.attention": _attention(config),
+        "model.gradient_checkpointing": {
+            f"{MODEL}.enable_gradient_checkpointing": bool(model.gradient_checkpointing)
+        },
+        "model.chat_template_kwargs": {
+            f"+data.apply_chat_template_kwargs.{key}": value
+            for key, value in (model.chat_template_kwargs or {}).items()
+        },
+        "model.trust_remote_code": {"data.trust_remote_code": model.trust_remote_code},
+        "model.lora": _lora(config),
+        "sampling.vllm.memory_fraction": {
+            f"{ROLLOUT}.gpu_memory_utilization": sampling.vllm.memory_fraction or 0.5
+        },
+        "reward.overlong_buffer": _overlong(config),
+        "bounds": _policy_loss(config),
+        "objective.advantages": {"algorithm.adv_estimator": ESTIMATORS.get(objective.advantages, "grpo")},
+        "objective.aggregation": norm
+        if objective.aggregation == "seq-sum-norm"
+        else {f"{ACTOR}.loss_agg_mode": objective.aggregation},
+        "objective.reference_kl": {f"{ACTOR}.use_kl_loss": kl > 0, **kl_loss},
+        "objective.old_logprobs": {f"{CORRECTION}.bypass_mode": objective.old_logprobs == "sampler"},
+        "objective.importance": _importance(config),
+        "optim.eps": {f"{ACTOR}.optim.override_optimizer_config": {"eps": optim.eps}},
+        "optim.max_grad_norm": {
+            f"{ACTOR}.optim.clip_grad": math.inf if optim.max_grad_norm is None else optim.max_grad_norm
+        },
+        "optim.warmup_steps": {
+            f"{ACTOR}.optim.lr_warmup_steps": math.ceil(optim.warmup_steps / optim.updates) or -1
+        },
+        "optim.updates": {f"{ACTOR}.ppo_mini_batch_size": sampling.prompts // optim.updates},
+        "optim.micro_batch_tokens": {f"{ACTOR}.ppo_max_token_len_per_gpu": tokens_per_micro_batch(config)},
+        "evaluation.every": {
+            "trainer.test_freq": evaluation.every or -1,
+            "trainer.val_before_train": evaluation.every > 0,
+        },
+        "evaluation.temperature": {f"{ROLLOUT}.val_kwargs.do_sample": evaluation.temperature > 0},
+        "checkpoint.every": {"trainer.save_freq": config.checkpoint.every or config.steps},
+        "tracking.trackers": {
+            "trainer.logger": ["console", *filter(TRACKERS.__contains__, config.tracking.names)]
+        },
+    }
 
 
 def _policy_loss(config: RunConfig) -> Overrides:
@@ -206,143 +248,26 @@ FIXED: Overrides = {
 
 
 class Rule(NamedTuple):
-    """How verl takes over a setting.
-
-    Attributes:
-        to: verl's setting with the same value; "" for none.
-        reason: what else there is to know, for README.md.
-        derive: returns settings of verl whose values are not copied.
-    """
+    """How verl takes over a setting: its setting with the same value, and what else there is to know, for README.md."""
 
     to: str = ""
     reason: str = ""
-    derive: Callable[[RunConfig], Overrides] = lambda config: {}
 
 
-RULES: dict[str, Rule] = {
-    "seed": Rule("data.seed", "another order of the problems and other samples than here",
-        lambda c: {f"{ROLLOUT}.seed": c.seed, f"{ACTOR}.data_loader_seed": c.seed}),
-    "deterministic": Rule("", "ordinary kernels"),
-    "steps": Rule("trainer.total_training_steps", "the number of passes only has to be large enough",
-        lambda c: {"trainer.total_epochs": c.steps}),
-    "model.path": Rule("", "a hub id or folder, unchanged; the bundled model is copied",
-        lambda c: {f"{MODEL}.path": _model_path(c)}),
-    "model.revision": Rule("", "the latest"),
-    "model.dtype": Rule(
-        "", f"`{ROLLOUT}.dtype`, also the dtype of the passes; `auto` is bfloat16; weights and optimizer are float32",
-        _dtype),
-    "model.attention": Rule("", "`auto` is FlashAttention 2 with bfloat16, sdpa with float32", _attention),
-    "model.gradient_checkpointing": Rule(f"{MODEL}.enable_gradient_checkpointing", "`auto` is true",
-        lambda c: {f"{MODEL}.enable_gradient_checkpointing": bool(c.model.gradient_checkpointing)}),
-    "model.prompts": Rule("", "messages in the data files; a template joins them where none of the model is used"),
-    "model.chat_template_kwargs": Rule("", "`data.apply_chat_template_kwargs`",
-        lambda c: {f"+data.apply_chat_template_kwargs.{key}": value
-            for key, value in (c.model.chat_template_kwargs or {}).items()}),
-    "model.trust_remote_code": Rule(f"{MODEL}.trust_remote_code", "",
-        lambda c: {"data.trust_remote_code": c.model.trust_remote_code}),
-    "model.lora": Rule("", f"`{MODEL}.lora_rank`, `lora_alpha`, `target_modules`; merged into the weights for vLLM",
-        _lora),
-    "model.device": Rule("", "the GPUs of the job"),
-    "task": Rule("", "train.parquet, heldout.parquet; reward.py has the graders and weighted rewards"),
-    "sampling.engine": Rule("", "vLLM"),
-    "sampling.prompts": Rule("data.train_batch_size"),
-    "sampling.samples": Rule(f"{ROLLOUT}.n"),
-    "sampling.temperature": Rule(f"{ROLLOUT}.temperature"),
-    "sampling.max_tokens": Rule("data.max_response_length"),
-    "sampling.max_prompt_tokens": Rule("data.max_prompt_length", "longer prompts are dropped"),
-    "sampling.max_sequences": Rule(f"{ROLLOUT}.max_num_seqs", "per vLLM engine"),
-    "sampling.dynamic": Rule("algorithm.filter_groups.enable", "groups with equal rewards are replaced"),
-    "sampling.dynamic_batches": Rule("", "verl has no limit"),
-    # The asynchronous modes of the exported trainer (`trainer.v1.trainer_mode`) continue partial completions with newer
-    # weights. `verl.experimental.one_step_off_policy` has a lag of one step, with another main program and settings.
-    "sampling.max_lag": Rule("", "0: `trainer.v1.trainer_mode=sync`, verl's default"),
-    "sampling.weight_transfer": Rule("", "no engine process"),
-    "sampling.top_p": Rule(f"{ROLLOUT}.top_p", "1 in both"),
-    "sampling.top_k": Rule("", "off in both"),
-    "sampling.min_p": Rule("", "off in both"),
-    "sampling.vllm.memory_fraction": Rule(f"{ROLLOUT}.gpu_memory_utilization", "null is 0.5, verl's default",
-        lambda c: {f"{ROLLOUT}.gpu_memory_utilization": c.sampling.vllm.memory_fraction or 0.5}),
-    "sampling.vllm.kv_cache_gb": Rule("", "only for a CPU"),
-    "sampling.vllm.tensor_parallel": Rule(f"{ROLLOUT}.tensor_model_parallel_size"),
-    "sampling.vllm.eager": Rule(f"{ROLLOUT}.enforce_eager"),
-    "sampling.vllm.sleep": Rule(f"{ROLLOUT}.free_cache_engine"),
-    "sampling.vllm.prefix_caching": Rule(f"{ROLLOUT}.enable_prefix_caching"),
-    **dict.fromkeys(("grading.deadline", "grading.retries", "grading.memory_gb", "grading.batch", "reward.correct",
-                     "reward.wrong"), Rule("", "config.yaml, which reward.py reads")),
-    **dict.fromkeys(("grading.workers", "grading.concurrency"),
-                    Rule("", "config.yaml, which reward.py reads; per reward worker of verl, of which there are 8")),
-    "grading.timeout_reward": Rule(
-        "", "verl needs a number for every completion: a timeout and a grader error get the reward of a wrong answer"),
-    "grading.while_sampling": Rule("", "verl grades in its reward workers"),
-    "reward.overlong_buffer": Rule("", "verl's reward manager `dapo`, with the same penalty", _overlong),
-    "reward.overlong_penalty": Rule("", "with reward.overlong_buffer"),
-    "bounds": Rule("", "the policy loss and its settings", _policy_loss),
-    "objective.advantages": Rule("", "`algorithm.adv_estimator`: grpo for group, rloo for rloo",
-        lambda c: {"algorithm.adv_estimator": ESTIMATORS.get(c.objective.advantages, "grpo")}),
-    "objective.advantage_std": Rule("algorithm.norm_adv_by_std_in_grpo", "1e-6 is added in both"),
-    "objective.aggregation": Rule("", "over all GPUs and micro-batches of an update", _aggregation),
-    "objective.dual_clip": Rule("", f"`{ACTOR}.clip_ratio_c`; null is 1e9, which no ratio reaches"),
-    "objective.reference_kl": Rule("", "k3, which verl limits to 10 per token", _reference_kl),
-    "objective.entropy_bonus": Rule(f"{ACTOR}.entropy_coeff", "at the sampling temperature in both"),
-    "objective.mask_truncated": Rule("", "verl has no such mask"),
-    "objective.old_logprobs": Rule(
-        f"{CORRECTION}.bypass_mode", "`sampler` is bypass_mode, which in this trainer keeps the policy loss",
-        lambda c: {f"{CORRECTION}.bypass_mode": c.objective.old_logprobs == "sampler"}),
-    "objective.importance": Rule("", f"`{CORRECTION}`", _importance),
-    "objective.importance_cap": Rule("", "with objective.importance"),
-    "objective.importance_floor": Rule("", "with objective.importance"),
-    "objective.all_token_metrics": Rule("", "verl computes its metrics from all tokens"),
-    "optim.lr": Rule(f"{ACTOR}.optim.lr"),
-    "optim.betas": Rule(f"{ACTOR}.optim.betas"),
-    "optim.eps": Rule(f"{ACTOR}.optim.override_optimizer_config", "",
-        lambda c: {f"{ACTOR}.optim.override_optimizer_config": {"eps": c.optim.eps}}),
-    "optim.weight_decay": Rule(f"{ACTOR}.optim.weight_decay"),
-    "optim.max_grad_norm": Rule(f"{ACTOR}.optim.clip_grad", "null is infinity",
-        lambda c: {f"{ACTOR}.optim.clip_grad": math.inf if c.optim.max_grad_norm is None else c.optim.max_grad_norm}),
-    "optim.warmup_steps": Rule("", "steps, not updates",
-        lambda c: {f"{ACTOR}.optim.lr_warmup_steps": math.ceil(c.optim.warmup_steps / c.optim.updates) or -1}),
-    "optim.schedule": Rule(f"{ACTOR}.optim.lr_scheduler_type"),
-    "optim.updates": Rule(
-        "", "verl sorts the completions of a step by length first, so that an update has completions of any prompts",
-        lambda c: {f"{ACTOR}.ppo_mini_batch_size": c.sampling.prompts // c.optim.updates}),
-    "optim.micro_batch_tokens": Rule("", "per GPU; at least a prompt and its completion",
-        lambda c: {f"{ACTOR}.ppo_max_token_len_per_gpu": tokens_per_micro_batch(c)}),
-    "optim.max_skips": Rule("", "verl skips every update whose gradient is not finite, without a limit"),
-    "evaluation.every": Rule("trainer.test_freq", "with the start and the end",
-        lambda c: {"trainer.test_freq": c.evaluation.every or -1, "trainer.val_before_train": c.evaluation.every > 0}),
-    "evaluation.problems": Rule("", "the rows of heldout.parquet"),
-    "evaluation.samples": Rule(f"{ROLLOUT}.val_kwargs.n"),
-    "evaluation.k": Rule("", "verl reports best@k for powers of 2, by resampling, which is not pass@k"),
-    "evaluation.temperature": Rule(f"{ROLLOUT}.val_kwargs.temperature", "",
-        lambda c: {f"{ROLLOUT}.val_kwargs.do_sample": c.evaluation.temperature > 0}),
-    "evaluation.batch": Rule("", "verl samples an evaluation at once"),
-    "checkpoint.every": Rule("", "0 is the last step",
-        lambda c: {"trainer.save_freq": c.checkpoint.every or c.steps}),
-    "checkpoint.keep_last": Rule("trainer.max_actor_ckpt_to_keep"),
-    "checkpoint.keep_best": Rule("", "verl keeps no best checkpoint"),
-    "checkpoint.best_metric": Rule("", "with checkpoint.keep_best"),
-    "checkpoint.background": Rule("", "verl's trainer waits for its checkpoints"),
-    "stop": Rule("", "verl does not end a run early"),
-    "tracking.trackers": Rule("trainer.logger", "without custom trackers",
-        lambda c: {"trainer.logger": ["console", *filter(TRACKERS.__contains__, c.tracking.names)]}),
-    "tracking.mlflow": Rule("", "part of tracking.trackers"),
-    "tracking.uri": Rule("", "MLFLOW_TRACKING_URI in run.sh"),
-    "tracking.experiment": Rule("trainer.project_name"),
-    "tracking.parent": Rule("", "verl's runs have no parent"),
-    "tracking.callbacks": Rule("", "callbacks of this package's trainer"),
-    "tracking.tokens_every": Rule("", "verl records no values per token"),
-    "tracking.stall_after": Rule("", "verl reports no waits"),
-}  # fmt: skip
+RULES = {
+    key: Rule(**rule)
+    for key, rule in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")).items()
+}
 """By the key of a setting or of its section."""
 
 
 def overrides_of(config: RunConfig) -> Overrides:
     """Return verl's settings for a configuration, apart from what depends on the machines and on the data."""
-    overrides = dict(FIXED)
+    overrides, derived = dict(FIXED), _derived(config)
     for key, rule in RULES.items():
         if rule.to:
             overrides[rule.to] = _value(config, key)
-        overrides |= rule.derive(config)
+        overrides |= derived.get(key, {})
     return overrides
 
 

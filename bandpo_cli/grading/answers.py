@@ -287,8 +287,7 @@ def unparsed_references(problems: Iterable[Problem], config: GradingConfig) -> s
         return None
     with closing(GraderWorkers("math", config, size=1)) as workers:
         batches = [[index] for index in range(len(sample))]
-        keys = workers.submit([(gold, gold) for gold in sample], sample, batches)
-        grades = workers.wait(keys, lambda graded, label: None)
+        grades = workers.wait(workers.submit([(gold, gold) for gold in sample], sample, batches))
     unparsed = [gold for gold, grade in zip(sample, grades, strict=True) if not grade.correct]
     if not unparsed:
         return None

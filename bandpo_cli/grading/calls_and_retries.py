@@ -53,13 +53,9 @@ class Loader(NamedTuple):
 
 
 def serve(loader: Sequence[Any], deadline: float, memory_gb: float, retries: int) -> None:
-    """Serve requests for a function, in a worker process, until standard input closes.
+    """Serve requests for the function of a `Loader`, in a worker process, until standard input closes.
 
-    Args:
-        loader: The fields of a `Loader`.
-        deadline: Seconds per answer. The parent enforces it; see `set_alarm`.
-        memory_gb: Memory limit in GiB, in addition to what the imports use.
-        retries: Further calls of an asynchronous function after an error.
+    The parent enforces the `deadline` in seconds per answer, too; `memory_gb` is in addition to what the imports use.
     """
     # The protocol leaves descriptors 0 and 1, so that print() and input() in custom code cannot disturb it.
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
@@ -89,8 +85,9 @@ def serve(loader: Sequence[Any], deadline: float, memory_gb: float, retries: int
         key, answers = json.loads(line)
         set_alarm(deadline * len(answers))
         try:
-            grades = grader.grade(answers, partial(end_step, key))
-            outcome: dict[str, Any] = {"results": [*map(as_json, grades)]}
+            outcome: dict[str, Any] = {
+                "results": [*map(as_json, grader.grade(answers, partial(end_step, key)))]
+            }
             json.dumps(outcome)  # messages of an environment may have other values than those of JSON
         except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
             outcome = describe_error(error, grader)
@@ -179,11 +176,10 @@ def describe_error(error: BaseException, grader: BatchGrader) -> dict[str, Any]:
 
 
 def _limit_memory(memory_gb: float) -> None:
-    """Limit the address space to the present size plus `memory_gb` GiB, and disable core files.
-
-    Without /proc (macOS) the present size is not known: a limit below it would end the worker, so there is none.
-    """
-    if PAGES.exists():
+    """Limit the address space to the present size plus `memory_gb` GiB, and disable core files."""
+    if (
+        PAGES.exists()
+    ):  # without /proc (macOS) the present size is not known, and a limit below it ends the worker
         used = int(PAGES.read_text().split()[0]) * resource.getpagesize()
         limit, (_, hard) = used + int(memory_gb * 2**30), resource.getrlimit(resource.RLIMIT_AS)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

@@ -45,15 +45,12 @@ log = logging.getLogger("bandpo_cli")
 
 @dataclass
 class GraderUse:
-    """The numbers of answers that one grader has graded and failed on, with timeouts without a reward; the first error.
-
-    `asynchronous`: the grader has graded answers with an asynchronous function.
-    """
+    """What one grader has done: numbers of answers, failures (timeouts without a reward too), and the first error."""
 
     graded: int = 0
     failed: int = 0
     error: str | None = None
-    asynchronous: bool = False
+    asynchronous: bool = False  # it has graded answers with an asynchronous function
 
 
 class GraderPool(AbstractContextManager["GraderPool"]):
@@ -100,11 +97,10 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         self._cancelled.set()
 
     def spawn(self, graders: Iterable[str]) -> None:
-        """Spawn a worker for each grader of this package that may need one, without waiting for its import.
-
-        Custom graders are left out: `check_grader` imports them first and reports their mistakes.
-        """
-        for name in graders:
+        """Spawn a worker for each grader of this package that may need one, without waiting for its import."""
+        for (
+            name
+        ) in graders:  # custom graders are left out: `check_grader` imports them and reports their mistakes
             if name in GRADERS and GRADERS[name].worker is not None:
                 self._worker_pool(name).spawn()
 
@@ -157,13 +153,10 @@ class GraderPool(AbstractContextManager["GraderPool"]):
     def _call_workers(
         self, name: str, answers: Mapping[int, GraderArguments], problems: Sequence[Problem]
     ) -> Callable[[int], dict[int, Grade]]:
-        """Submit answers to the workers of a grader; functions of this package run once per distinct arguments.
-
-        The returned function takes the number of answers that are already graded, and waits for the grades.
-        """
+        """Submit answers to workers; return the function from the number of graded answers to the grades."""
         equal_answers: dict[object, list[int]] = defaultdict(list)
         for index, answer in answers.items():
-            # A custom function may depend on the complete text, or on a clock.
+            # Functions of this package run once per distinct arguments; a custom one may depend on a clock.
             equal_answers[tuple(answer) if name in GRADERS else index].append(index)
         firsts = [indices[0] for indices in equal_answers.values()]
         ids, pool = [problems[index].id for index in firsts], self._worker_pool(name)
@@ -227,11 +220,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
 @contextmanager
 def delay_warnings(describe: Callable[[], str]) -> Iterator[None]:
-    """Log `describe()` while the body runs: after `DELAY_NOTICE_S` seconds, and each time this duration doubles.
-
-    The warning comes from a thread. C code that keeps the interpreter lock delays it; such code of this package has
-    bounded input, and custom graders run in worker processes.
-    """
+    """Log `describe()` from a thread while the body runs: after `DELAY_NOTICE_S` seconds, and each time they double."""
     done = threading.Event()
 
     def warn() -> None:
@@ -250,11 +239,10 @@ def delay_warnings(describe: Callable[[], str]) -> Iterator[None]:
 
 
 def check_grader(name: str, problems: Sequence[Problem] = (), trial: GradingConfig | None = None) -> None:
-    """Raise ConfigError if there is no such grader, or it cannot be used on these problems.
+    """Raise ConfigError if there is no such grader, its import fails, or it cannot be used on these problems.
 
-    The function of a custom grader must be importable in a separate process and have the parameters of a signature. A
-    problem must have what a grader of this package reads. With the settings `trial`, an asynchronous function is also
-    called on the reference answer of a problem, since the server that it needs may not answer.
+    With the settings `trial`, an asynchronous function is also called on the reference answer of a problem, since the
+    server that it needs may not answer.
     """
     if name in GRADERS:
         errors = (problem_error(name, problem) for problem in problems)
@@ -270,7 +258,7 @@ def check_grader(name: str, problems: Sequence[Problem] = (), trial: GradingConf
         if trial is None or not problems or not pool.asynchronous:
             return
         arguments = answer_of(problems[0], problems[0].answer)
-        [grade] = pool.wait(pool.submit([arguments], [problems[0].id], [[0]]), lambda graded, label: None)
+        [grade] = pool.wait(pool.submit([arguments], [problems[0].id], [[0]]))
         if is_ungraded(grade):
             late = f"no result within {config.deadline:g} s (grading.deadline)"
             raise ConfigError(
@@ -352,11 +340,9 @@ def graded_by(component: RewardComponent | None, problems: Sequence[Problem]) ->
 
 
 def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade]) -> Grade:
-    """Return the grade of a completion from the grades of its components, in their order.
+    """Return the weighted sum of the rewards of the components that apply, with the verdict of the first component.
 
-    The reward is the sum of weight times value over the components that apply. The first component decides the verdict
-    and whether the completion is correct. If a component failed, the completion has no reward: the sum of the other
-    rewards cannot be compared with the rewards of the group.
+    If a component failed, there is no reward: the sum of the others cannot be compared with the rewards of the group.
     """
     failed = [grade for grade in grades if is_ungraded(grade)]
     first = failed[0] if failed and grades[0].verdict == NOT_APPLICABLE.verdict else grades[0]
@@ -373,10 +359,9 @@ def all_calls_failed(
     ranks: Ranks,
     is_tolerated: bool = True,
 ) -> bool:
-    """Return True if all verdicts of all ranks are `grader-error`, and all graders asynchronous.
+    """Return True if all verdicts of all ranks, which call this together, are `grader-error`.
 
-    All ranks must call this together. Raise GraderFailedError if other graders failed on all answers, or if failures of
-    asynchronous graders are not tolerated either.
+    Raise GraderFailedError then unless all graders are asynchronous, and their failures tolerated.
     """
     if {*verdicts} != {GRADER_ERROR.verdict}:
         return False

@@ -35,6 +35,7 @@ MAX_VERDICT_CHARS = 40
 # Arguments of TRL's rewards: those besides the columns, columns with other names, and those that do not exist here.
 _TRL_ARGUMENTS = frozenset({"prompts", "completions", "log_extra", "log_metric"})
 _TRL_PROMPT_COLUMNS = frozenset({"prompt", "completion", "completion_ids", MESSAGES, ENVIRONMENT_REWARD})
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NOT_AVAILABLE = frozenset({"completion_ids", "trainer_state", "environments"})
 
 
@@ -105,7 +106,7 @@ def as_json(result: Any) -> Any:
 
 def load_worker(path: str) -> BatchGrader:
     """Return the function of a grader of this package that runs in workers."""
-    return _grader_of_calls(GraderFunction(load_function(path)))
+    return _single_grader(GraderFunction(load_function(path)), tuple, grade_from_result)
 
 
 def load_grader(name: str) -> BatchGrader:
@@ -122,17 +123,42 @@ def load_grader(name: str) -> BatchGrader:
             break
     else:
         function.check_call("text", "answer", "extra")
-        adapted = _grader_of_calls(function, arguments=3)
+        adapted = _single_grader(function, lambda answer: answer[:3], grade_from_result)
     return adapted._replace(asynchronous=function.asynchronous, location=function.location)
 
 
-def _grader_of_calls(function: GraderFunction, arguments: int | None = None) -> BatchGrader:
-    """Return a grader that calls `function` for each answer, with its first `arguments` fields; None for all."""
+def _single_grader(
+    function: GraderFunction,
+    arguments: Callable[[Sequence[Any]], Sequence[Any]],
+    grade: Callable[[Any], Grade],
+    names: Sequence[str] = (),
+) -> BatchGrader:
+    """Return a grader that calls `function` for each answer, with its arguments by position or by `names`."""
 
     async def call(answers: Sequence[Any]) -> list[Grade]:
-        return [grade_from_result(await function(*answer[:arguments])) for answer in answers]
+        rows = map(arguments, answers)
+        calls = (function(**dict(zip(names, row, strict=True))) if names else function(*row) for row in rows)
+        return [grade(await result) for result in calls]
 
     return BatchGrader(call)
+
+
+def _batch_grader(
+    function: GraderFunction,
+    columns: Callable[[Sequence[Answer]], dict[str, Any]],
+    grade: Callable[[Any], Grade],
+) -> BatchGrader:
+    """Return a grader that calls `function` for several answers, with their arguments as lists by name."""
+
+    async def call(answers: Sequence[Any]) -> list[Grade]:
+        result = await function(**columns([Answer(*answer) for answer in answers]))
+        if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
+            raise ValueError(f"it must return a list with one reward per completion, not {result!r:.60}")
+        if len(results := list(result)) != len(answers):
+            raise ValueError(f"it returned {len(results)} rewards for {len(answers)} completions")
+        return [*map(grade, results)]
+
+    return BatchGrader(call, batched=True)
 
 
 class GraderFunction:
@@ -213,31 +239,23 @@ def adapt_verl(function: GraderFunction) -> BatchGrader:
     function.check_takes(names[1], "verl", names)
     function.check_call(**dict.fromkeys(names, ""))
 
-    async def grade(answers: Sequence[Any]) -> list[Grade]:
-        rows = []
-        for answer in map(Answer._make, answers):  # a row in verl's layout has its own values
-            source, info = answer.extra.get("data_source"), answer.extra.get("extra_info")
-            model = answer.extra.get("reward_model")
-            truth = model.get("ground_truth") if isinstance(model, Mapping) else None
-            source = source if isinstance(source, str) else answer.source
-            truth = answer.answer if truth is None or isinstance(truth, str) else truth
-            rows.append(
-                (source, answer.text, truth, dict(info) if isinstance(info, Mapping) else answer.extra)
-            )
-        if batched:
-            columns = map(list, zip(*rows, strict=True))
-            results = _returned_list(await function(**dict(zip(names, columns, strict=True))), len(rows))
-        else:
-            results = [await function(**dict(zip(names, row, strict=True))) for row in rows]
-        grades = []
-        for result in results:
-            fields = result if isinstance(result, Mapping) else {"score": result}
-            score = finite(fields.get("score", result), "a score or a dict with 'score'")
-            accuracy = finite(fields.get("acc", score), "'acc' as a number or a bool")
-            grades.append(_unlimited_grade(score, accuracy))
-        return grades
+    def row(fields: Sequence[Any]) -> tuple[Any, ...]:
+        answer = Answer(*fields)  # a row in verl's layout has its own values
+        source, info, model = map(answer.extra.get, ("data_source", "extra_info", "reward_model"))
+        truth = model.get("ground_truth") if isinstance(model, Mapping) else None
+        source = source if isinstance(source, str) else answer.source
+        truth = answer.answer if truth is None or isinstance(truth, str) else truth
+        return source, answer.text, truth, dict(info) if isinstance(info, Mapping) else answer.extra
 
-    return BatchGrader(grade, batched)
+    def columns(answers: Sequence[Answer]) -> dict[str, Any]:
+        return dict(zip(names, map(list, zip(*map(row, answers), strict=True)), strict=True))
+
+    def grade(result: Any) -> Grade:
+        fields = result if isinstance(result, Mapping) else {"score": result}
+        score = finite(fields.get("score", result), "a score or a dict with 'score'")
+        return _unlimited_grade(score, finite(fields.get("acc", score), "'acc' as a number or a bool"))
+
+    return _batch_grader(function, columns, grade) if batched else _single_grader(function, row, grade, names)
 
 
 def adapt_trl(function: GraderFunction) -> BatchGrader:
@@ -250,64 +268,47 @@ def adapt_trl(function: GraderFunction) -> BatchGrader:
     parameter `completions`, or needs an argument that only TRL's trainer has.
     """
     function.check_takes("completions", "trl", ("prompts", "completions", "**columns"))
-    parameters, variadic = (
-        function.parameters,
-        (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD),
-    )
+    parameters = function.parameters
     required = {
-        n for n, item in parameters.items() if item.default is item.empty and item.kind not in variadic
+        name for name, item in parameters.items() if item.default is item.empty and item.kind not in _VARIADIC
     }
     if missing := required & _NOT_AVAILABLE:
         raise ValueError(f"it needs {', '.join(sorted(missing))}, which only TRL's trainer has")
     annotation = parameters["completions"].annotation if "completions" in parameters else None
     as_text = annotation in (list[str], "list[str]", "List[str]")
 
-    async def grade(answers: Sequence[Any]) -> list[Grade]:
-        batch = [*map(Answer._make, answers)]
+    def columns(answers: Sequence[Answer]) -> dict[str, Any]:
         names = dict.fromkeys(
-            key for answer in batch for key in answer.extra if key not in _TRL_PROMPT_COLUMNS
+            key for answer in answers for key in answer.extra if key not in _TRL_PROMPT_COLUMNS
         )
-        columns: dict[str, Any] = {"answer": [answer.answer for answer in batch]}
-        columns |= {name: [answer.extra.get(name) for answer in batch] for name in names}
-        if missing := required - _TRL_ARGUMENTS - set(columns):
-            given = ", ".join(sorted(columns))
+        values: dict[str, Any] = {"answer": [answer.answer for answer in answers]}
+        values |= {name: [answer.extra.get(name) for answer in answers] for name in names}
+        if missing := required - _TRL_ARGUMENTS - set(values):
+            given = ", ".join(sorted(values))
             raise ValueError(f"no column {', '.join(sorted(missing))} in the rows, which have {given}")
         if as_text:
-            columns["prompts"] = ["\n\n".join(turn["content"] for turn in answer.prompt) for answer in batch]
-            columns["completions"] = [answer.text for answer in batch]
+            values["prompts"] = ["\n\n".join(turn["content"] for turn in answer.prompt) for answer in answers]
+            values["completions"] = [answer.text for answer in answers]
         else:
-            columns["prompts"] = [answer.prompt for answer in batch]
-            turns = ([{"role": "assistant", "content": answer.text}] for answer in batch)
-            columns["completions"] = [
-                item.extra.get(MESSAGES) or turn for item, turn in zip(batch, turns, strict=True)
+            values["prompts"] = [answer.prompt for answer in answers]
+            values["completions"] = [
+                item.extra.get(MESSAGES) or [{"role": "assistant", "content": item.text}] for item in answers
             ]
         # TRL's two functions that write to its own tables do nothing here.
-        columns |= dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None)
-        grades = []
-        for reward in _returned_list(await function(**columns), len(batch)):
-            value = reward.item() if hasattr(reward, "item") else reward
-            if value is None or value != value:  # NaN
-                grades.append(NOT_APPLICABLE)
-            else:
-                grades.append(_unlimited_grade(finite(value, "a number or None for each completion")))
-        return grades
+        return values | dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None)
 
-    return BatchGrader(grade, batched=True)
+    def grade(reward: Any) -> Grade:
+        value = reward.item() if hasattr(reward, "item") else reward
+        if value is None or value != value:  # NaN
+            return NOT_APPLICABLE
+        return _unlimited_grade(finite(value, "a number or None for each completion"))
+
+    return _batch_grader(function, columns, grade)
 
 
 def _unlimited_grade(score: float, accuracy: float | None = None) -> Grade:
     """Return the grade of any score; correct from an accuracy of 1 on, which is the score by default."""
     return replace(CORRECT if (score if accuracy is None else accuracy) >= 1 else WRONG, reward=score)
-
-
-def _returned_list(result: Any, count: int) -> list[Any]:
-    """Return the results of a call on `count` completions as a list; raise ValueError for another number of them."""
-    if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
-        raise ValueError(f"it must return a list with one reward per completion, not {result!r:.60}")
-    results = list(result)
-    if len(results) != count:
-        raise ValueError(f"it returned {len(results)} rewards for {count} completions")
-    return results
 
 
 def finite(value: Any, expected: str, is_share: bool = False) -> float:

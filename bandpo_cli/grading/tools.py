@@ -97,17 +97,11 @@ class EnvironmentPool(ToolPool):
 def first_messages(
     environment: str, config: GradingConfig, problems: Sequence[Problem], grader: str | None
 ) -> list[Problem]:
-    """Return the problems with the first messages of the environment as prompts, and `grader` unless it is None.
-
-    Raises:
-        ConfigError: the environment cannot be used.
-    """
+    """Return the problems with the first messages of the environment as prompts, and `grader` unless it is None."""
     with closing(EnvironmentPool([environment], config, default_workers(), 1)) as pool:
         requests: list[list[Any]] = [[None, as_problem(problem), [], False] for problem in problems]
-        keys = pool.submit(
-            requests, [problem.id for problem in problems], [[i] for i in range(len(problems))]
-        )
-        replies = pool.wait(keys, lambda graded, label: None)
+        batches = [[index] for index in range(len(problems))]
+        replies = pool.wait(pool.submit(requests, [problem.id for problem in problems], batches))
         if pool.failure is not None:
             raise ConfigError(f"task.environment = '{environment}': {pool.failure.error}")
     prompted = []
@@ -125,11 +119,7 @@ def first_messages(
 
 @functools.cache
 def tool_schemas(tools: tuple[str, ...], of_environment: bool) -> list[dict[str, Any]]:
-    """Return the schemas of tools, or those of an environment, which a worker makes.
-
-    Raises:
-        ConfigError: one of them cannot be used.
-    """
+    """Return the schemas of tools or of an environment, which a worker makes; raise ConfigError if that fails."""
     from bandpo_cli.config.sampling import GradingConfig
 
     pool_type = EnvironmentPool if of_environment else ToolPool

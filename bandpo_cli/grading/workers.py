@@ -96,10 +96,7 @@ class WorkerPool:
     """
 
     def __init__(self, title: str, loader: Loader, config: GradingConfig, size: int, calls: int = 1) -> None:
-        """Create an empty pool of at most `size` workers; `title` is the function in messages.
-
-        An asynchronous function has one worker, and at most `calls` calls in flight.
-        """
+        """Create an empty pool of at most `size` workers, or one with `calls` calls in flight; `title` names it."""
         self._title, self._loader = title, loader
         self.about: Any = None  # what a worker has sent after its import
         self.failure: Failure | None = None
@@ -141,14 +138,10 @@ class WorkerPool:
         self._submitted.append([[keys[index] for index in batch] for batch in batches])
         return keys
 
-    def wait(self, keys: Sequence[int], on_wait: OnWait) -> list[Any]:
-        """Return the grades [N] of the answers with these keys [N].
+    def wait(self, keys: Sequence[int], on_wait: OnWait = lambda graded, label: None) -> list[Any]:
+        """Return the grades [N] of the answers with these keys [N]; call `on_wait` many times per second.
 
-        `on_wait` is called before each wait for the workers, many times per second.
-
-        Raises:
-            ConfigError: If the function cannot be imported, or its process exits during the import.
-            RunError: If the system refuses to start a process.
+        Raise ConfigError if the function cannot be imported, RunError if the system refuses to start a process.
         """
         missing, graded = [key for key in keys if key not in self._grades], len(self._grades)
         self._on_wait = lambda label: on_wait(len(keys) - len(missing), label)
@@ -162,10 +155,7 @@ class WorkerPool:
         return [*self._take(keys).values()]
 
     def poll(self, seconds: float) -> dict[int, Any]:
-        """Return the results that are there, by key, after waiting at most `seconds` for the workers.
-
-        For a caller that does other work meanwhile, in place of `wait`; the errors are the same.
-        """
+        """Return the results that are there, by key, after at most `seconds`; the errors are those of `wait`."""
         self._poll_once(1 if self.asynchronous else self._size, seconds)
         return self._take([*self._grades])
 
@@ -203,15 +193,12 @@ class WorkerPool:
         """Move pending jobs to the queues of the workers that have the state that they continue from."""
 
     def _poll_once(self, workers: int, most_seconds: float = MAX_WAIT_S) -> None:
-        """Spawn workers up to a number, and handle what happens next; after an error, no worker is left.
-
-        Workers that hold answers cannot be used again after any exception, Ctrl-C included.
-        """
+        """Spawn workers up to a number, and handle what happens next; after an error, no worker is left."""
         try:
             with self._lock:
                 self.spawn(workers)
                 self._handle_events(most_seconds)
-        except BaseException:
+        except BaseException:  # workers that hold answers cannot be used again, also after Ctrl-C
             self._terminate_all()
             raise
 
@@ -324,10 +311,7 @@ class GraderWorkers(WorkerPool):
     """The workers of a grader."""
 
     def __init__(self, grader: str, config: GradingConfig, size: int, calls: int = 1) -> None:
-        """Create an empty pool; see `WorkerPool`.
-
-        Raise ConfigError unless `grader` is a custom grader or one of `GRADERS` with a function for workers.
-        """
+        """Create an empty pool; raise ConfigError unless the grader is custom or has a function for workers."""
         if grader in GRADERS and (function := GRADERS[grader].worker) is not None:
             loader = Loader("bandpo_cli.grading.signatures:load_worker", function)
         elif is_custom_grader(grader):

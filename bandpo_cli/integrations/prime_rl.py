@@ -3,7 +3,7 @@
 import torch
 from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
 
-from bandpo_cli.integrations.clipping import band_losses
+from bandpo_cli.integrations import band_losses
 
 
 def band_loss(

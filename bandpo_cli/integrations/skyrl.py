@@ -9,7 +9,7 @@ from skyrl.backends.skyrl_train.utils.torch_utils import masked_mean
 from skyrl.train.config import AlgorithmConfig
 
 from bandpo_cli.bounds import band_bounds
-from bandpo_cli.integrations.clipping import band_losses
+from bandpo_cli.integrations import band_losses
 
 
 def register(*, divergence: str = "kl", delta: float = 0.05, max_ratio: float | None = 10.0) -> None:

@@ -23,7 +23,7 @@ from verl.workers.config import PolicyLossConfig
 
 from bandpo_cli.bounds.band import band_bounds
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.integrations.clipping import MAX_LOG_RATIO, band_losses
+from bandpo_cli.integrations import MAX_LOG_RATIO, band_losses
 
 DEFAULT_DUAL_CLIP = 3.0
 """The value that verl's losses use where the actor's settings have no `clip_ratio_c`."""

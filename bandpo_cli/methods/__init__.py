@@ -1,9 +1,8 @@
 """Methods: a table of all of them, and a module per family with the settings, bounds and loss of each method.
 
-This module needs the standard library only, since help texts name the methods. To add a method, write its settings
-(`methods.settings.MethodSettings`) and its loss (`methods.loss.PolicyLoss`, unless it is an interval of ratios) beside
-each other in the module of its family, and list it here. A program that uses the package as a library registers its own
-methods before it resolves a configuration:
+This module needs the standard library only, since help texts name the methods. To add a method, write its class
+(`methods.settings.MethodSettings`) in the module of its family, and list it here. A program that uses the package as a
+library registers its own methods before it resolves a configuration:
 
     METHODS.register(MethodEntry("mine", "my bounds", settings="my_module:MySettings"))
 """
@@ -21,7 +20,7 @@ class MethodEntry(Entry):
     Attributes:
         settings: a subclass of `methods.settings.MethodSettings`; the default of its field `method` is the entry's
             name.
-        loss: a subclass of `methods.loss.PolicyLoss`.
+        loss: a subclass of `methods.loss.PolicyLoss`, if the class of the settings does not define the loss.
         paper: the source of the method and of its default settings; "" for none.
         without_bounds: why the method has no interval of ratios, as the end of a sentence; "" where it has one
             (`MethodSettings.ratio_bounds`).
@@ -35,7 +34,6 @@ class MethodEntry(Entry):
     """
 
     settings: str
-    loss: str = "bandpo_cli.methods.loss:IntervalLoss"
     paper: str = ""
     without_bounds: str = ""
     trust_region: bool = False
@@ -44,63 +42,55 @@ class MethodEntry(Entry):
     differs_at_ratio_one: bool = False
     control: bool = False
     aliases: tuple[str, ...] = ()
+    loss: str = ""
 
 
 # fmt: off
 _INTERVALS, _MASKS = "bandpo_cli.methods.band_and_clip", "bandpo_cli.methods.trust_region_masks"
-_WEIGHTS, _COVARIANCE = "bandpo_cli.methods.weights_and_gates", "bandpo_cli.methods.covariance"
-_COMPLETIONS = "bandpo_cli.methods.completion_ratios"
+_WEIGHTS, _COMPLETIONS = "bandpo_cli.methods.weights_and_gates", "bandpo_cli.methods.completion_ratios"
 _RATIO_OF_COMPLETION = "it clips the ratio of a completion, not the ratio of a token"
 
 METHODS = Registry("method", [
-    MethodEntry("band", "the Band of an f-divergence trust region", f"{_INTERVALS}:BandSettings",
-                paper="arXiv 2603.04918", trust_region=True, named_by_region=True),
+    MethodEntry("band", "the Band of an f-divergence trust region", f"{_INTERVALS}:BandSettings", "arXiv 2603.04918",
+                trust_region=True, named_by_region=True),
     MethodEntry("clip", "the same fixed interval for every token (PPO, GRPO)", f"{_INTERVALS}:ClipSettings",
-                paper="arXiv 1707.06347", aliases=("grpo", "ppo")),
+                "arXiv 1707.06347", aliases=("grpo", "ppo")),
     MethodEntry("clip-higher", "the fixed interval with a higher upper end (DAPO)", f"{_INTERVALS}:ClipHigherSettings",
-                paper="arXiv 2503.14476"),
-    MethodEntry("dcpo", "bounds that widen as the token gets rarer", f"{_INTERVALS}:DcpoSettings",
-                paper="arXiv 2509.02333"),
-    MethodEntry("ripo", "bounds that keep p·(r − 1)² constant", f"{_INTERVALS}:RipoSettings", paper="arXiv 2607.10169"),
+                "arXiv 2503.14476"),
+    MethodEntry("dcpo", "bounds that widen as the token gets rarer", f"{_INTERVALS}:DcpoSettings", "arXiv 2509.02333"),
+    MethodEntry("ripo", "bounds that keep p·(r − 1)² constant", f"{_INTERVALS}:RipoSettings", "arXiv 2607.10169"),
     MethodEntry("none", "no clipping", f"{_INTERVALS}:NoClipSettings", bounded=False, control=True),
-    MethodEntry("dppo", "a mask outside a binary trust region", f"{_MASKS}:DppoSettings", f"{_MASKS}:DppoLoss",
-                "arXiv 2602.04879", trust_region=True, bounded=False),
+    MethodEntry("dppo", "a mask outside a binary trust region", f"{_MASKS}:DppoSettings", "arXiv 2602.04879",
+                trust_region=True, bounded=False),
     MethodEntry("cppo", "dppo's mask, with a budget for the tokens before", f"{_MASKS}:CppoSettings",
-                f"{_MASKS}:CppoLoss", "arXiv 2606.10968",
-                "its threshold depends on the position of a token and on the tokens before"),
-    MethodEntry("cispo", "truncated importance weights", f"{_WEIGHTS}:CispoSettings", f"{_WEIGHTS}:CispoLoss",
-                "arXiv 2506.13585", "it truncates the weight of the gradient and keeps the gradient of every token"),
-    MethodEntry("sapo", "a soft gate on the ratio", f"{_WEIGHTS}:SapoSettings", f"{_WEIGHTS}:SapoLoss",
-                "arXiv 2511.20347", "its gate falls smoothly and has no edge"),
-    MethodEntry("gspo", "the clipped ratio of a completion", f"{_COMPLETIONS}:GspoSettings",
-                f"{_COMPLETIONS}:GspoLoss", "arXiv 2507.18071", _RATIO_OF_COMPLETION),
+                "arXiv 2606.10968", "its threshold depends on the position of a token and on the tokens before"),
+    MethodEntry("cispo", "truncated importance weights", f"{_WEIGHTS}:CispoSettings", "arXiv 2506.13585",
+                "it truncates the weight of the gradient and keeps the gradient of every token"),
+    MethodEntry("sapo", "a soft gate on the ratio", f"{_WEIGHTS}:SapoSettings", "arXiv 2511.20347",
+                "its gate falls smoothly and has no edge"),
+    MethodEntry("gspo", "the clipped ratio of a completion", f"{_COMPLETIONS}:GspoSettings", "arXiv 2507.18071",
+                _RATIO_OF_COMPLETION),
     MethodEntry("luspo", "gspo times the length of the completion", f"{_COMPLETIONS}:LuspoSettings",
-                f"{_COMPLETIONS}:LuspoLoss", "arXiv 2602.05261", _RATIO_OF_COMPLETION,
-                differs_at_ratio_one=True),
+                "arXiv 2602.05261", _RATIO_OF_COMPLETION, differs_at_ratio_one=True),
     MethodEntry("gapo", "gspo, wider for correct completions of harder problems", f"{_COMPLETIONS}:GapoSettings",
-                f"{_COMPLETIONS}:GapoLoss", "arXiv 2609.00444", _RATIO_OF_COMPLETION),
-    MethodEntry("gmpo", "the geometric mean of clipped ratios", f"{_COMPLETIONS}:GmpoSettings",
-                f"{_COMPLETIONS}:GmpoLoss", "arXiv 2507.20673"),
-    MethodEntry("ce-gppo", "a scaled gradient for clipped tokens", f"{_WEIGHTS}:CeGppoSettings",
-                f"{_WEIGHTS}:CeGppoLoss", "arXiv 2509.20712", "tokens outside its interval keep a scaled gradient"),
-    MethodEntry("aspo", "inverse ratios for positive advantages", f"{_WEIGHTS}:AspoSettings", f"{_WEIGHTS}:AspoLoss",
-                "arXiv 2510.06062"),
-    MethodEntry("drpo", "a quadratic penalty in place of a mask", f"{_WEIGHTS}:DrpoSettings", f"{_WEIGHTS}:DrpoLoss",
-                "arXiv 2606.09821", "its penalty grows smoothly and has no edge"),
+                "arXiv 2609.00444", _RATIO_OF_COMPLETION),
+    MethodEntry("gmpo", "the geometric mean of clipped ratios", f"{_COMPLETIONS}:GmpoSettings", "arXiv 2507.20673"),
+    MethodEntry("ce-gppo", "a scaled gradient for clipped tokens", f"{_WEIGHTS}:CeGppoSettings", "arXiv 2509.20712",
+                "tokens outside its interval keep a scaled gradient"),
+    MethodEntry("aspo", "inverse ratios for positive advantages", f"{_WEIGHTS}:AspoSettings", "arXiv 2510.06062"),
+    MethodEntry("drpo", "a quadratic penalty in place of a mask", f"{_WEIGHTS}:DrpoSettings", "arXiv 2606.09821",
+                "its penalty grows smoothly and has no edge"),
     MethodEntry("topr", "truncated importance of negative completions", f"{_COMPLETIONS}:ToprSettings",
-                f"{_COMPLETIONS}:ToprLoss", "arXiv 2503.14286",
-                "it truncates the weight of a completion, not the ratio of a token"),
+                "arXiv 2503.14286", "it truncates the weight of a completion, not the ratio of a token"),
     MethodEntry("vespo", "a smooth weight of the ratio of a completion", f"{_COMPLETIONS}:VespoSettings",
-                f"{_COMPLETIONS}:VespoLoss", "arXiv 2602.10693",
-                "its weight of a completion falls smoothly and has no edge"),
-    MethodEntry("clip-cov", "clip, and no gradient for some tokens of high covariance",
-                f"{_COVARIANCE}:ClipCovSettings", f"{_COVARIANCE}:ClipCovLoss", "arXiv 2505.22617",
-                differs_at_ratio_one=True),
-    MethodEntry("kl-cov", "a penalty on tokens of high covariance", f"{_COVARIANCE}:KlCovSettings",
-                f"{_COVARIANCE}:KlCovLoss", "arXiv 2505.22617", "it has a penalty and clips no ratio"),
+                "arXiv 2602.10693", "its weight of a completion falls smoothly and has no edge"),
+    MethodEntry("clip-cov", "clip, and no gradient for some tokens of high covariance", f"{_WEIGHTS}:ClipCovSettings",
+                "arXiv 2505.22617", differs_at_ratio_one=True),
+    MethodEntry("kl-cov", "a penalty on tokens of high covariance", f"{_WEIGHTS}:KlCovSettings", "arXiv 2505.22617",
+                "it has a penalty and clips no ratio"),
 ], "a custom class or function as module:name", is_function_path,
    lambda name: MethodEntry(name, "custom", "bandpo_cli.methods.settings:CustomSettings",
-                            "bandpo_cli.objective.custom_methods:custom_loss"))
+                            loss="bandpo_cli.objective.custom_methods:custom_loss"))
 
 
 def method_name(name: str) -> str:

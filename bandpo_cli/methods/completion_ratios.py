@@ -15,8 +15,6 @@ from pydantic import model_validator
 from bandpo_cli.bounds.intervals import BoundsFunction, fixed_bounds
 from bandpo_cli.methods.loss import (
     MAX_LOG_RATIO,
-    LossBatch,
-    MethodLoss,
     by_sign,
     clipped_losses,
     log_ratio,
@@ -29,7 +27,7 @@ from bandpo_cli.settings_validation import Positive, require
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bandpo_cli.methods.loss import Bound
+    from bandpo_cli.methods.loss import Bound, LossBatch
 
 
 def completion_sum(values: Tensor, batch: LossBatch) -> Tensor:
@@ -57,34 +55,32 @@ class CompletionIntervalSettings(MethodSettings):
     eps_high: Positive = 4e-4
     """The interval of the ratio of a completion is [1 − eps_low, 1 + eps_high]."""
 
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return −min(s·a, clamp(s, 1 − ε, 1 + ε)·a), s = exp(mean of log r) (GSPO, arXiv 2507.18071, equation 5).
+
+        The mean is over the completion. Per token it is the GSPO-token form of the paper's section 4.3, s_t =
+        sg(s)·π/sg(π): equal in value, and in gradient where the tokens of a completion have equal weights. The
+        recommended aggregation is `seq-mean-token-mean`.
+
+        Equal to verl 0.9.1, `compute_policy_loss_gspo` (which limits log s to 10, here ±20), and in the gradient to TRL
+        1.16, `importance_sampling_level="sequence"`, which distributes the completion's gradient over its tokens
+        evenly.
+        """
+        means = completion_mean(logprobs.detach() - batch.old_logprobs, batch)
+        log_s = means + (logprobs - logprobs.detach())
+        ratios = log_s.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return clipped_losses(ratios, batch.advantages, 1.0 - self.eps_low, self.upper(batch))
+
+    def upper(self, batch: LossBatch) -> Bound:
+        """Return the upper bound of the ratio of each token's completion, [n] or one number for all."""
+        return 1.0 + self.eps_high
+
 
 class GspoSettings(CompletionIntervalSettings):
     """The clipped loss on the geometric mean ratio of a completion (GSPO, arXiv 2507.18071)."""
 
     text = "GSPO: ratio of the completion in [1 − {s.eps_low:g}, 1 + {s.eps_high:g}]"
     method: Literal["gspo"] = "gspo"
-
-
-class GspoLoss(MethodLoss[CompletionIntervalSettings]):
-    """−min(s·a, clamp(s, 1 − ε, 1 + ε)·a), s = exp(mean over the completion of log r) (arXiv 2507.18071, equation 5).
-
-    Per token it is the GSPO-token form of the paper's section 4.3, s_t = sg(s)·π/sg(π): equal in value, and in
-    gradient where the tokens of a completion have equal weights. The recommended aggregation is
-    `seq-mean-token-mean`.
-
-    Equal to verl 0.9.1, `compute_policy_loss_gspo` (which limits log s to 10, here ±20), and in the gradient to TRL
-    1.16, `importance_sampling_level="sequence"`, which distributes the completion's gradient over its tokens evenly.
-    """
-
-    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        means = completion_mean(logprobs.detach() - batch.old_logprobs, batch)
-        log_s = means + (logprobs - logprobs.detach())
-        ratios = log_s.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        return clipped_losses(ratios, batch.advantages, 1.0 - self.settings.eps_low, self.upper(batch))
-
-    def upper(self, batch: LossBatch) -> Bound:
-        """Return the upper bound of the ratio of each token's completion, [n] or one number for all."""
-        return 1.0 + self.settings.eps_high
 
 
 class LuspoSettings(CompletionIntervalSettings):
@@ -95,19 +91,16 @@ class LuspoSettings(CompletionIntervalSettings):
     eps_low: Positive = 2e-3
     eps_high: Positive = 2.5e-3
 
-
-class LuspoLoss(GspoLoss):
-    """The loss of GSPO times the length of the completion (LUSPO, arXiv 2602.05261).
-
-    With `seq-mean-token-mean` a completion then counts by its sum over tokens, not by its mean, so that long ones have
-    no smaller gradient per token. That is GSPO with `seq-sum-norm`, times `sampling.max_tokens`. Masked tokens count in
-    the length, as in `objective.aggregation`.
-
-    Equal to TRL 1.16, `loss_type="luspo"` with `importance_sampling_level="sequence"`, whose documentation gives the
-    paper's ε (section 5.1).
-    """
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return the loss of GSPO times the length of the completion.
+
+        With `seq-mean-token-mean` a completion then counts by its sum over tokens, not by its mean, so that long ones
+        have no smaller gradient per token. That is GSPO with `seq-sum-norm`, times `sampling.max_tokens`. Masked tokens
+        count in the length, as in `objective.aggregation`.
+
+        Equal to TRL 1.16, `loss_type="luspo"` with `importance_sampling_level="sequence"`, whose documentation gives
+        the paper's ε (section 5.1).
+        """
         return batch.lengths[sequence_index(batch.lengths)] * super().token_losses(logprobs, batch)
 
 
@@ -127,19 +120,16 @@ class GapoSettings(CompletionIntervalSettings):
         require(high >= low, f"eps_high = {high:g} must be at least eps_low = {low:g}, where the bound ends")
         return self
 
-
-class GapoLoss(GspoLoss):
-    """The loss of GSPO with the upper bound 1 + ε(c), ε(c) = ε₋ + (ε₊ − ε₋)·(k − c)/(k − 1) (arXiv 2609.00444, eq. 11).
-
-    c of the k completions of the group are correct. The only correct completion of a group has the bound 1 + ε₊, a
-    completion that is not correct 1 + ε₋. The paper does not divide advantages by the standard deviation
-    (`objective.advantage_std: false`). Its variant with the ratio of a token is not here. The authors' repository,
-    Sheng-J/GAPO, could not be read for the comparison.
-    """
-
     def upper(self, batch: LossBatch) -> Bound:
+        """Return 1 + ε(c), ε(c) = ε₋ + (ε₊ − ε₋)·(k − c)/(k − 1) (arXiv 2609.00444, equation 11).
+
+        c of the k completions of the group are correct. The only correct completion of a group has the bound 1 + ε₊, a
+        completion that is not correct 1 + ε₋. The paper does not divide advantages by the standard deviation
+        (`objective.advantage_std: false`). Its variant with the ratio of a token is not here. The authors' repository,
+        Sheng-J/GAPO, could not be read for the comparison.
+        """
         assert batch.wrong_peers is not None, "the completions come in groups"
-        low, high = self.settings.eps_low, self.settings.eps_high
+        low, high = self.eps_low, self.eps_high
         return 1.0 + low + (high - low) * batch.wrong_peers[sequence_index(batch.lengths)]
 
 
@@ -156,23 +146,20 @@ class GmpoSettings(MethodSettings):
         """Return [e^−log_eps_low, e^log_eps_high] for every token."""
         return fixed_bounds(math.exp(-self.log_eps_low), math.exp(self.log_eps_high))
 
-
-class GmpoLoss(MethodLoss[GmpoSettings]):
-    """−a·exp(mean over the completion of the clipped log r) (arXiv 2507.20673, equation 4).
-
-    log r is clipped to [−ε_low, ε_high] on the side that the sign of a asks for, as in PPO; clipped tokens have no
-    gradient. With `seq-mean-token-mean` the loss is the mean over completions, as in the source.
-
-    As in `GspoLoss`, each token has the gradient of its own term, which sums up to the paper's where the tokens of a
-    completion have equal weights.
-
-    Equal to verl 0.9.1, `compute_policy_loss_geo_mean`; the authors' code is callsys/GMPO, train_zero_math_gmpo.py.
-    Two departures: log r is limited to ±20 on the other side, which no finite ratio of interest reaches; and verl
-    weights a completion by the geometric mean of its importance weights.
-    """
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        low, high = -self.settings.log_eps_low, self.settings.log_eps_high
+        """Return −a·exp(mean over the completion of the clipped log r) (arXiv 2507.20673, equation 4).
+
+        log r is clipped to [−ε_low, ε_high] on the side that the sign of a asks for, as in PPO; clipped tokens have no
+        gradient. With `seq-mean-token-mean` the loss is the mean over completions, as in the source.
+
+        As in GSPO, each token has the gradient of its own term, which sums up to the paper's where the tokens of a
+        completion have equal weights.
+
+        Equal to verl 0.9.1, `compute_policy_loss_geo_mean`; the authors' code is callsys/GMPO, train_zero_math_gmpo.py.
+        Two departures: log r is limited to ±20 on the other side, which no finite ratio of interest reaches; and verl
+        weights a completion by the geometric mean of its importance weights.
+        """
+        low, high = -self.log_eps_low, self.log_eps_high
         log_r = log_ratio(logprobs, batch.old_logprobs)
         clipped = log_r.clamp(max=high).where(batch.advantages > 0, log_r.clamp(min=low))
         means = completion_mean(clipped.detach(), batch)
@@ -187,18 +174,15 @@ class ToprSettings(MethodSettings):
     max_weight: Positive = 1.0
     """Upper truncation of the completion's ratio, for negative advantages."""
 
-
-class ToprLoss(MethodLoss[ToprSettings]):
-    """−sg(w)·a·log π, w = 1 for a ≥ 0 and clamp(Π r, 0, max_weight) for a < 0 (TOPR, arXiv 2503.14286).
-
-    Two departures: the sign and the factor are those of the paper's reward, here those of the advantage, which is the
-    reward minus a baseline; and π_old takes the place of the policy that sampled the data. The paper's ratio is that
-    of the complete completion, as here; public code that multiplies per-token ratios' clamps instead (Trinity-RFT,
-    `TOPRPolicyLossFn`) differs.
-    """
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        products = log_product(logprobs, batch).exp().clamp(max=self.settings.max_weight)
+        """Return −sg(w)·a·log π, w = 1 for a ≥ 0 and clamp(Π r, 0, max_weight) for a < 0 (TOPR, arXiv 2503.14286).
+
+        Two departures: the sign and the factor are those of the paper's reward, here those of the advantage, which is
+        the reward minus a baseline; and π_old takes the place of the policy that sampled the data. The paper's ratio is
+        that of the complete completion, as here; public code that multiplies per-token ratios' clamps instead
+        (Trinity-RFT, `TOPRPolicyLossFn`) differs.
+        """
+        products = log_product(logprobs, batch).exp().clamp(max=self.max_weight)
         weights = products.where(batch.advantages < 0, 1.0)
         return -weights * batch.advantages * logprobs
 
@@ -218,19 +202,16 @@ class VespoSettings(MethodSettings):
     lambda_negative: Positive = 2.0
     """The rate λ for positive and for negative advantages; the weight is largest at w = k/λ."""
 
-
-class VespoLoss(MethodLoss[VespoSettings]):
-    """−sg(φ(w))·a·log π, φ(w) = w^k·e^{λ(1−w)} with w = Π r over the completion (VESPO, arXiv 2602.10693).
-
-    k and λ depend on the sign of a. φ(1) = 1, and φ is largest at w = k/λ and falls to 0 on both sides.
-
-    Equal to TRL 1.16, `loss_type="vespo"`, and to the authors' code, recipe/vespo/code/core_algos.py of
-    FloyedShen/VESPO, both with `token-mean`. One departure: they multiply the weights of the importance correction into
-    w; here these weight the loss, as with every method.
-    """
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        settings, log_w = self.settings, log_product(logprobs, batch)
+        """Return −sg(φ(w))·a·log π, φ(w) = w^k·e^{λ(1−w)} with w = Π r over the completion (VESPO, arXiv 2602.10693).
+
+        k and λ depend on the sign of a. φ(1) = 1, and φ is largest at w = k/λ and falls to 0 on both sides.
+
+        Equal to TRL 1.16, `loss_type="vespo"`, and to the authors' code, recipe/vespo/code/core_algos.py of
+        FloyedShen/VESPO, both with `token-mean`. One departure: they multiply the weights of the importance correction
+        into w; here these weight the loss, as with every method.
+        """
+        settings, log_w = self, log_product(logprobs, batch)
         k = by_sign(batch.advantages, settings.k_positive, settings.k_negative)
         rate = by_sign(batch.advantages, settings.lambda_positive, settings.lambda_negative)
         weights = (k * log_w + rate - rate * log_w.exp()).exp()

@@ -11,8 +11,8 @@ Each loss names its paper, public code and where it departs from them; docs/meth
 of a loss −w·a·log π with a weight w that has no gradient is −w·a·∇log π, just as the gradient of −r·a is −r·a·∇log π;
 such losses differ from others by a value, and not by a gradient.
 
-The settings of a method lie beside its loss, and commands that only read settings start without torch. Therefore losses
-are written with methods of tensors, and torch is imported for type checkers only.
+A method is a class with its settings and its loss, and commands that only read settings start without torch. Therefore
+losses are written with methods of tensors, and torch is imported for type checkers only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 from pydantic import BaseModel
 
@@ -42,9 +42,6 @@ Columns: TypeAlias = "Mapping[str, Tensor]"
 Bound: TypeAlias = "Tensor | float"
 MAX_LOG_RATIO = 20.0
 """Limit of |log ratio|: exp(20) = 5e8 is far beyond any bound and far below overflow."""
-
-Settings = TypeVar("Settings", bound=MethodSettings)
-Interval = TypeVar("Interval", bound=IntervalSettings)
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,10 @@ class PolicyLoss(ABC):
 
 def policy_loss(settings: MethodSettings, objective: ObjectiveConfig) -> PolicyLoss:
     """Return the policy loss of the method that `settings` describes."""
-    return cast(PolicyLoss, load_attribute(METHODS[settings.method].loss)(settings, objective))
+    if loss := METHODS[settings.method].loss:
+        return cast(PolicyLoss, load_attribute(loss)(settings, objective))
+    is_interval = type(settings).token_losses is MethodSettings.token_losses
+    return (IntervalLoss if is_interval else MethodLoss)(settings, objective)
 
 
 class IntervalLoss(PolicyLoss):
@@ -173,18 +173,19 @@ class IntervalLoss(PolicyLoss):
         return clip_state(ratios, columns["lower"], columns["upper"], advantages)
 
 
-class MethodLoss(PolicyLoss, Generic[Settings]):
-    """Base class of the losses of one method, whose settings have the type `Settings`."""
+class MethodLoss(PolicyLoss):
+    """The loss that a method defines beside its settings."""
 
-    settings: Settings
-
-
-class FixedIntervalLoss(MethodLoss[Interval]):
-    """A loss with the same interval of ratios for all tokens, [1 − ε_low, 1 + ε_high]."""
-
-    def __init__(self, settings: Interval, objective: ObjectiveConfig) -> None:
+    def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
         super().__init__(settings, objective)
-        self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
+        self.needs_all_tokens = settings.needs_all_tokens
+        self.interval = settings.ends if isinstance(settings, IntervalSettings) else None
+
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
+        return self.settings.prepare(old_logprobs, advantages)
+
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        return self.settings.token_losses(logprobs, batch)
 
 
 def clipped_losses(ratios: Tensor, advantages: Tensor, lower: Bound, upper: Bound) -> Tensor:

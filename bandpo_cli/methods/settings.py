@@ -1,11 +1,13 @@
-"""Base classes of the settings of methods (`bounds:` in a config file); the class is chosen by `bounds.method`.
+"""Base classes of methods: their settings (`bounds:` in a config file), interval of ratios, and loss.
 
-Defaults are those that the source named in each class publishes.
+`bounds.method` chooses the class. Defaults are those that the source named in each class publishes.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -23,22 +25,32 @@ from bandpo_cli.methods import METHODS, MethodEntry, method_name
 from bandpo_cli.registries import DIVERGENCES, load_attribute
 from bandpo_cli.settings_validation import Positive, TaggedSection, require
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bandpo_cli.methods.loss import Columns, LossBatch
+
 DivergenceName = Annotated[str, AfterValidator(DIVERGENCES.check_name)]
 Share = Annotated[float, Field(gt=0, le=1)]
 MaxRatio = Annotated[float, Field(gt=1)]
 
 
 class MethodSettings(TaggedSection):
-    """Base class of the settings of a method. Each setting of a subclass has a default.
+    """Base class of a method. Each setting of a subclass has a default.
+
+    A method that is an interval of ratios defines `ratio_bounds`, any other method `token_losses`, and `prepare` if
+    its loss needs values that are computed from π_old.
 
     Attributes:
         text: the method with the settings that matter, in one line; `{s.NAME}` is the setting NAME.
+        needs_all_tokens: as in `PolicyLoss`.
     """
 
     tag = "method"
     default = "band"
     custom = "module:name"
     text: ClassVar[str] = "{s.method}: {s.entry.summary}"
+    needs_all_tokens: ClassVar[bool] = False
 
     method: str
 
@@ -93,6 +105,14 @@ class MethodSettings(TaggedSection):
             ConfigError: the method has no interval of ratios; the message gives the reason.
         """
         raise ConfigError(f"{self.method} has no interval of ratios: {self.entry.without_bounds}")
+
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
+        """Return the values per token that `token_losses` needs; see `PolicyLoss.prepare`."""
+        return {}
+
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return the loss of each token, [n]; see `PolicyLoss.token_losses`."""
+        raise NotImplementedError("the loss of an interval of ratios is `IntervalLoss`")
 
 
 class CustomSettings(MethodSettings):
@@ -203,13 +223,18 @@ class IntervalSettings(MethodSettings):
     """The interval of ratios is [1 − eps_low, 1 + eps_high]."""
 
     @property
+    def ends(self) -> tuple[float, float]:
+        """Both ends of the interval."""
+        return 1.0 - self.eps_low, 1.0 + self.eps_high
+
+    @property
     def interval(self) -> str:
         """The interval for a description: `ratio in [0.8, 1.2]`."""
         return f"ratio in [{1 - self.eps_low:g}, {1 + self.eps_high:g}]"
 
     def ratio_bounds(self) -> BoundsFunction:
-        """Return [1−eps_low, 1+eps_high] for every token."""
-        return fixed_bounds(1.0 - self.eps_low, 1.0 + self.eps_high)
+        """Return the interval for every token."""
+        return fixed_bounds(*self.ends)
 
 
 def bounded_methods() -> dict[str, MethodSettings]:

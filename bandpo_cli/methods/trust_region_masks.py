@@ -9,12 +9,14 @@ from pydantic import Field, model_validator
 from bandpo_cli.bounds.arrays import namespace
 from bandpo_cli.bounds.band import logprob_bounds
 from bandpo_cli.bounds.intervals import BoundsFunction
-from bandpo_cli.methods.loss import LossBatch, MethodLoss, masked_losses, sequence_index
+from bandpo_cli.methods.loss import masked_losses, sequence_index
 from bandpo_cli.methods.settings import MethodSettings, TrustRegionSettings
 from bandpo_cli.settings_validation import Positive
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from bandpo_cli.methods.loss import LossBatch
 
 
 class DppoSettings(TrustRegionSettings):
@@ -30,10 +32,7 @@ class DppoSettings(TrustRegionSettings):
     @classmethod
     def _default_delta(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("delta") is None:
-            return {
-                **values,
-                "delta": 0.15 if values.get("divergence") == "tv" else 0.05,
-            }  # as in verl's examples
+            return {**values, "delta": 0.15 if values.get("divergence") == "tv" else 0.05}  # verl's examples
         return values
 
     def published(self) -> Self:
@@ -48,23 +47,20 @@ class DppoSettings(TrustRegionSettings):
         """
         return lambda old_logprobs: logprob_bounds(old_logprobs, self.divergence, self.delta, None)
 
-
-class DppoLoss(MethodLoss[DppoSettings]):
-    """−sg(mask·min(r, max_weight))·a·log π, mask 0 for moves away from π_old outside the trust region.
-
-    The divergence of a token is the divergence of the two-point distributions (p, 1−p) of π_old and π: |π − π_old| for
-    tv, KL(π_old‖π) for kl. The mask is 0 where it exceeds δ and a > 0, r > 1 or a < 0, r < 1.
-
-    Source: arXiv 2602.04879; verl 0.9.1, `compute_policy_loss_dppo_tv` and `..._dppo_kl`, with `clip_ratio` as δ and
-    `clip_ratio_c` as max_weight. Two departures: verl computes 1 − p from p with 1e-8 added, here it is computed from
-    log p, which is accurate at both ends; and the paper's π_old is the sampler's policy, here it is the trainer's
-    unless `objective.old_logprobs` is `sampler`.
-    """
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        divergence = binary_tv if self.settings.divergence == "tv" else binary_kl
-        outside = divergence(batch.old_logprobs, logprobs.detach()) > self.settings.delta
-        return masked_losses(logprobs, batch, outside, self.settings.max_weight)
+        """Return −sg(mask·min(r, max_weight))·a·log π, mask 0 for moves away from π_old outside the trust region.
+
+        The divergence of a token is the divergence of the two-point distributions (p, 1−p) of π_old and π: |π − π_old|
+        for tv, KL(π_old‖π) for kl. The mask is 0 where it exceeds δ and a > 0, r > 1 or a < 0, r < 1.
+
+        Source: arXiv 2602.04879; verl 0.9.1, `compute_policy_loss_dppo_tv` and `..._dppo_kl`, with `clip_ratio` as δ
+        and `clip_ratio_c` as max_weight. Two departures: verl computes 1 − p from p with 1e-8 added, here it is
+        computed from log p, which is accurate at both ends; and the paper's π_old is the sampler's policy, here it is
+        the trainer's unless `objective.old_logprobs` is `sampler`.
+        """
+        divergence = binary_tv if self.divergence == "tv" else binary_kl
+        outside = divergence(batch.old_logprobs, logprobs.detach()) > self.delta
+        return masked_losses(logprobs, batch, outside, self.max_weight)
 
 
 def binary_tv(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
@@ -99,48 +95,45 @@ class CppoSettings(MethodSettings):
     max_weight: Positive | None = 20.0
     """Truncation of the ratio in the gradient, as in DPPO; null for none, as in the paper."""
 
-
-BUDGET_QUANTILE, BUDGET_RANGE = 0.9, 2.0
-"""The budget per token is this quantile of the completion's changes of probability, from `prefix_delta` to this many
-times it (section 4.1 of the paper, and UniRL)."""
-
-
-class CppoLoss(MethodLoss[CppoSettings]):
-    """−sg(mask·min(r, max_weight))·a·log π, mask 0 for moves away from π_old beyond a threshold (arXiv 2606.10968).
-
-    The divergence of token t of a completion of T tokens is D_t = |π − π_old|, its weight w_t falls linearly from 1 to
-    `last_weight`. The mask is 0 where w_t·D_t exceeds δ, or where the sum of w_j·D_j for j ≤ t exceeds the prefix
-    budget δ + b·Σ_{j<t} w_j (equations 8 to 10). Tokens that the importance correction masks count in both sums and in
-    b: their change of probability is part of the prefix that the later tokens follow.
-
-    Source: Tencent-Hunyuan/UniRL, unirl/algorithms/cppo.py, `_cppo_loss`. Three departures: the cap `max_weight` is the
-    one of the authors' pull request to verl (verl#6731), which clamps b at 5 times its floor, not 2 times as in
-    the paper and in UniRL; π_old is the trainer's unless `objective.old_logprobs` is `sampler`; and for post-trained
-    models the paper has a fixed b. The paper's experiments have the total variation over the 20 most likely tokens in
-    place of D_t.
-    """
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return −sg(mask·min(r, max_weight))·a·log π, mask 0 for moves away from π_old beyond a threshold.
+
+        The divergence of token t of a completion of T tokens is D_t = |π − π_old|, its weight w_t falls linearly from 1
+        to `last_weight`. The mask is 0 where w_t·D_t exceeds δ, or where the sum of w_j·D_j for j ≤ t exceeds the
+        prefix budget δ + b·Σ_{j<t} w_j (equations 8 to 10). Tokens that the importance correction masks count in both
+        sums and in b: their change of probability is part of the prefix that the later tokens follow.
+
+        Source: arXiv 2606.10968; Tencent-Hunyuan/UniRL, unirl/algorithms/cppo.py, `_cppo_loss`. Three departures: the
+        cap `max_weight` is the one of the authors' pull request to verl (verl#6731), which clamps b at 5 times its
+        floor, not 2 times as in the paper and in UniRL; π_old is the trainer's unless `objective.old_logprobs` is
+        `sampler`; and for post-trained models the paper has a fixed b. The paper's experiments have the total variation
+        over the 20 most likely tokens in place of D_t.
+        """
         outside = self.is_outside(logprobs.detach(), batch)
-        return masked_losses(logprobs, batch, outside, self.settings.max_weight)
+        return masked_losses(logprobs, batch, outside, self.max_weight)
 
     def is_outside(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         """Return whether each token exceeds its threshold, bool [n].
 
         Sums are float64, so that they do not depend on the completions before in the micro-batch.
         """
-        lengths, index, delta = batch.lengths, sequence_index(batch.lengths), self.settings.delta
+        lengths, index, delta = batch.lengths, sequence_index(batch.lengths), self.delta
         starts = lengths.cumsum(0) - lengths
         position: Tensor = namespace(index).arange(len(index), device=index.device) - starts[index]
-        slope = (1.0 - self.settings.last_weight) / (lengths - 1).clamp(min=1).double()[index]
+        slope = (1.0 - self.last_weight) / (lengths - 1).clamp(min=1).double()[index]
         changes = (logprobs.exp() - batch.old_logprobs.exp()).abs().double()
         weighted = (1.0 - slope * position) * changes
         total_before = weighted.cumsum(0) - weighted
         spent = total_before - total_before[starts][index]
         weights_before = position - slope * position * (position - 1) / 2
-        floor = self.settings.prefix_delta
+        floor = self.prefix_delta
         budget = sequence_quantile(changes, lengths, BUDGET_QUANTILE).clamp(floor, BUDGET_RANGE * floor)
         return weighted > delta + (budget[index] * weights_before - spent).clamp(max=0.0)
+
+
+BUDGET_QUANTILE, BUDGET_RANGE = 0.9, 2.0
+"""The budget per token is this quantile of the completion's changes of probability, from `prefix_delta` to this many
+times it (section 4.1 of the paper, and UniRL)."""
 
 
 def sequence_quantile(values: Tensor, lengths: Tensor, q: float) -> Tensor:

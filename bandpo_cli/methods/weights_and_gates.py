@@ -1,16 +1,25 @@
-"""The methods that weight the gradient of each token by a function of its ratio: CISPO, SAPO, CE-GPPO, ASPO, DRPO."""
+"""The methods that weight the gradient of each token.
+
+CISPO, SAPO, CE-GPPO, ASPO and DRPO do so by a function of its ratio, Clip-Cov and KL-Cov by its covariance of log-prob
+and advantage.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import Field
+
+from bandpo_cli.bounds.arrays import namespace
 from bandpo_cli.bounds.intervals import BoundsFunction
-from bandpo_cli.methods.loss import FixedIntervalLoss, LossBatch, MethodLoss, by_sign
-from bandpo_cli.methods.settings import IntervalSettings, MethodSettings
+from bandpo_cli.methods.loss import by_sign, clipped_losses, log_ratio
+from bandpo_cli.methods.settings import IntervalSettings, MethodSettings, Share
 from bandpo_cli.settings_validation import NotNegative, Positive
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from bandpo_cli.methods.loss import Columns, LossBatch
 
 
 class CispoSettings(MethodSettings):
@@ -22,19 +31,16 @@ class CispoSettings(MethodSettings):
     max_weight: Positive = 5.0
     """The range that the ratio, as the weight of the gradient, is truncated to."""
 
-
-class CispoLoss(MethodLoss[CispoSettings]):
-    """−sg(clamp(r, min_weight, max_weight))·a·log π (arXiv 2506.13585, equation 4): no token loses its gradient.
-
-    The paper has no lower bound in effect and gives no value for the upper one; 5 is that of ScaleRL (arXiv
-    2510.13786), which TRL recommends.
-
-    Equal to verl 0.9.1, `compute_policy_loss_cispo`, with 1 − clip_ratio_low and 1 + clip_ratio_high as bounds; and to
-    TRL 1.16, `loss_type="cispo"`, with `epsilon_high` as the upper bound and no lower one.
-    """
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        weights = batch.ratios(logprobs).detach().clamp(self.settings.min_weight, self.settings.max_weight)
+        """Return −sg(clamp(r, min_weight, max_weight))·a·log π (arXiv 2506.13585, equation 4).
+
+        No token loses its gradient. The paper has no lower bound in effect and gives no value for the upper one; 5 is
+        that of ScaleRL (arXiv 2510.13786), which TRL recommends.
+
+        Equal to verl 0.9.1, `compute_policy_loss_cispo`, with 1 − clip_ratio_low and 1 + clip_ratio_high as bounds; and
+        to TRL 1.16, `loss_type="cispo"`, with `epsilon_high` as the upper bound and no lower one.
+        """
+        weights = batch.ratios(logprobs).detach().clamp(self.min_weight, self.max_weight)
         return -weights * batch.advantages * logprobs
 
 
@@ -47,19 +53,16 @@ class SapoSettings(MethodSettings):
     tau_negative: Positive = 1.05
     """Temperature of the gate for positive and for negative advantages."""
 
-
-class SapoLoss(MethodLoss[SapoSettings]):
-    """−(4/τ)·σ(τ(r − 1))·a, with τ by the sign of a (arXiv 2511.20347, equations 5 and 6).
-
-    The weight of the gradient is r·4σ(1 − σ) with σ at τ(r − 1): 1 at r = 1, at most 1.6 (r = 2.1, for τ = 1), and
-    falling to 0 on both sides.
-
-    Equal to verl 0.9.1, `compute_policy_loss_sapo`, and TRL 1.16, `loss_type="sapo"`. Both always use the mean over
-    completions of the means over tokens; here `objective.aggregation` is used.
-    """
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        taus = by_sign(batch.advantages, self.settings.tau_positive, self.settings.tau_negative)
+        """Return −(4/τ)·σ(τ(r − 1))·a, with τ by the sign of a (arXiv 2511.20347, equations 5 and 6).
+
+        The weight of the gradient is r·4σ(1 − σ) with σ at τ(r − 1): 1 at r = 1, at most 1.6 (r = 2.1, for τ = 1), and
+        falling to 0 on both sides.
+
+        Equal to verl 0.9.1, `compute_policy_loss_sapo`, and TRL 1.16, `loss_type="sapo"`. Both always use the mean over
+        completions of the means over tokens; here `objective.aggregation` is used.
+        """
+        taus = by_sign(batch.advantages, self.tau_positive, self.tau_negative)
         return -4.0 / taus * (taus * (batch.ratios(logprobs) - 1.0)).sigmoid() * batch.advantages
 
 
@@ -78,22 +81,18 @@ class CeGppoSettings(IntervalSettings):
     def ratio_bounds(self) -> BoundsFunction:
         return MethodSettings.ratio_bounds(self)  # raises: clipped tokens keep a gradient
 
-
-class CeGppoLoss(FixedIntervalLoss[CeGppoSettings]):
-    """The clipped loss, with −sg(β·bound/r)·r·a for clipped tokens (CE-GPPO, arXiv 2509.20712).
-
-    Tokens that PPO's interval clips keep a gradient of weight β·bound: β₁(1 − ε) below, β₂(1 + ε) above.
-
-    Source: Kwai-Klear/CE-GPPO, verl/trainer/ppo/core_algos.py, `compute_gppo_loss_general_beta`. One departure: the
-    source adds a dual clip (10 in its scripts), here there is none, so a < 0 with r > 10 keeps the weight r.
-    """
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return the clipped loss, with −sg(β·bound/r)·r·a for clipped tokens (CE-GPPO, arXiv 2509.20712).
+
+        Tokens that PPO's interval clips keep a gradient of weight β·bound: β₁(1 − ε) below, β₂(1 + ε) above.
+
+        Source: Kwai-Klear/CE-GPPO, verl/trainer/ppo/core_algos.py, `compute_gppo_loss_general_beta`. One departure: the
+        source adds a dual clip (10 in its scripts), here there is none, so a < 0 with r > 10 keeps the weight r.
+        """
         ratios, advantages = batch.ratios(logprobs), batch.advantages
-        above = (advantages > 0) & (ratios > self._upper)
-        below = (advantages < 0) & (ratios < self._lower)
-        scale = (self.settings.beta_high * self._upper / ratios.detach()).where(above, 1.0)
-        scale = (self.settings.beta_low * self._lower / ratios.detach()).where(below, scale)
+        (lower, upper), taken = self.ends, ratios.detach()
+        scale = (self.beta_high * upper / taken).where((advantages > 0) & (ratios > upper), 1.0)
+        scale = (self.beta_low * lower / taken).where((advantages < 0) & (ratios < lower), scale)
         return -scale * ratios * advantages
 
 
@@ -105,24 +104,22 @@ class AspoSettings(IntervalSettings):
     max_weight: Positive = 3.0
     """Cap of the weight: of 1/r for positive, of r for negative advantages."""
 
-
-class AspoLoss(FixedIntervalLoss[AspoSettings]):
-    """−sg(mask·w)·a·log π with w = min(1/r, c) for a > 0 and min(r, c) for a < 0 (ASPO, arXiv 2510.06062).
-
-    The mask is PPO's: 0 for a > 0, r > 1 + ε and a < 0, r < 1 − ε. Tokens with a positive advantage that have become
-    less probable (r < 1) are raised faster than those that have become more probable.
-
-    Source: section 6 of the paper, equation 3 for 1/r; wizard-III/Archer2.0, verl/trainer/ppo/core_algos.py,
-    `compute_policy_loss_archer`, with c = 3 for both signs and a gradient beyond it. Two departures: the source's
-    interval is ε = 0.2 for the 80% of tokens of lowest entropy in a completion and 0.4 for the others, here it is the
-    same for all; and the value of its loss is −a·w except beyond c, here it is −w·a·log π everywhere (equal gradients).
-    """
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return −sg(mask·w)·a·log π with w = min(1/r, c) for a > 0 and min(r, c) for a < 0 (ASPO, arXiv 2510.06062).
+
+        The mask is PPO's: 0 for a > 0, r > 1 + ε and a < 0, r < 1 − ε. Tokens with a positive advantage that have
+        become less probable (r < 1) are raised faster than those that have become more probable.
+
+        Source: section 6 of the paper, equation 3 for 1/r; wizard-III/Archer2.0, verl/trainer/ppo/core_algos.py,
+        `compute_policy_loss_archer`, with c = 3 for both signs and a gradient beyond it. Two departures: the source's
+        interval is ε = 0.2 for the 80% of tokens of lowest entropy in a completion and 0.4 for the others, here it is
+        the same for all; and the value of its loss is −a·w except beyond c, here it is −w·a·log π everywhere (equal
+        gradients).
+        """
         ratios, advantages = batch.ratios(logprobs).detach(), batch.advantages
-        positive = advantages > 0
-        clipped = (ratios > self._upper).where(positive, ratios < self._lower)
-        weights = (1.0 / ratios).where(positive, ratios).clamp(max=self.settings.max_weight)
+        (lower, upper), positive = self.ends, advantages > 0
+        clipped = (ratios > upper).where(positive, ratios < lower)
+        weights = (1.0 / ratios).where(positive, ratios).clamp(max=self.max_weight)
         return -weights.masked_fill(clipped, 0.0) * advantages * logprobs
 
 
@@ -134,19 +131,91 @@ class DrpoSettings(MethodSettings):
     eps: Positive = 12.5
     """Change of probability at which the gradient is 0; above 1 it never is, and the penalty only scales it."""
 
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return −r·a + |a|·π_old·(r − 1)²/2ε (DRPO, arXiv 2606.09821, equation 8).
 
-class DrpoLoss(MethodLoss[DrpoSettings]):
-    """−r·a + |a|·π_old·(r − 1)²/2ε (DRPO, arXiv 2606.09821, equation 8).
+        The weight of the gradient is r·(1 − sign(a)·(π − π_old)/ε) (equation 9): it falls linearly in the change of
+        probability, and for ε < 1 it crosses 0 at a change of ε·sign(a) and pulls back beyond. With the paper's ε =
+        12.5 it does not, as no probability changes by more than 1: the factor stays between 0.92 and 1.08.
 
-    The weight of the gradient is r·(1 − sign(a)·(π − π_old)/ε) (equation 9): it falls linearly in the change of
-    probability, and for ε < 1 it crosses 0 at a change of ε·sign(a) and pulls back beyond. With the paper's ε = 12.5
-    it does not, as no probability changes by more than 1: the factor stays between 0.92 and 1.08.
+        Source: Tencent-Hunyuan/UniRL, unirl/algorithms/drpo.py, `_drpo_loss`. One departure: its π_old is the sampler's
+        policy, here it is the trainer's unless `objective.old_logprobs` is `sampler`.
+        """
+        ratios, advantages = batch.ratios(logprobs), batch.advantages
+        penalty = batch.old_logprobs.exp() * (ratios - 1.0).square() / (2.0 * self.eps)
+        return -ratios * advantages + advantages.abs() * penalty
 
-    Source: Tencent-Hunyuan/UniRL, unirl/algorithms/drpo.py, `_drpo_loss`. One departure: its π_old is the sampler's
-    policy, here it is the trainer's unless `objective.old_logprobs` is `sampler`.
-    """
+
+def token_covariance(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """Return (log π − mean)·(a − mean) of each token, [N]; its mean is the covariance over the tokens."""
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+
+
+class ClipCovSettings(IntervalSettings):
+    """The fixed interval, without gradient for some tokens of high covariance (Clip-Cov, arXiv 2505.22617)."""
+
+    text = (
+        "Clip-Cov: {s.interval}, no gradient for {s.share:.2%} of the tokens, with a covariance in "
+        "[{s.cov_low:g}, {s.cov_high:g}]"
+    )
+    method: Literal["clip-cov"] = "clip-cov"
+    eps_low: float = Field(1.0, gt=0, le=1)
+    eps_high: float = Field(1.0, gt=0)
+    """The authors' scripts widen the interval to [0, 2], so that the covariance decides and not the ratio."""
+    share: Share = 2e-4
+    """Share of the update's tokens whose gradient is removed, at random among those in the range."""
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    """Range of the covariance of a token's log-prob and advantage in which gradients are removed."""
+    needs_all_tokens = True
+
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
+        """Return `kept`: 0 for up to share·N tokens (at least one) with a covariance in the range, 1 for the others."""
+        covariance = token_covariance(old_logprobs, advantages)
+        xp, kept = namespace(covariance), covariance.new_ones(len(covariance))
+        in_range = (covariance > self.cov_low) & (covariance < self.cov_high)
+        candidates = in_range.nonzero().squeeze(1)
+        number = max(int(self.share * len(covariance)), 1)
+        generator = xp.Generator().manual_seed(len(covariance))
+        order = xp.randperm(len(candidates), generator=generator)[:number]
+        kept[candidates[order.to(candidates.device)]] = 0.0
+        return {"kept": kept}
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        ratios, advantages = batch.ratios(logprobs), batch.advantages
-        penalty = batch.old_logprobs.exp() * (ratios - 1.0).square() / (2.0 * self.settings.eps)
-        return -ratios * advantages + advantages.abs() * penalty
+        """Return PPO's clipped loss, without gradient for some tokens whose covariance is in (cov_low, cov_high).
+
+        Source of Clip-Cov and KL-Cov: arXiv 2505.22617; PRIME-RL/Entropy-Mechanism-of-RL and verl 0.9.1,
+        verl/trainer/ppo/core_algos.py, `compute_policy_loss_clip_cov` and `..._kl_cov`. Two departures: the covariance
+        is computed with π_old over the update, and not with π over a micro-batch, so that the choice of tokens does not
+        depend on the size of micro-batches (the source leaves out tokens that the interval clips, which is not known
+        then); and the random choice of Clip-Cov is a function of the number of tokens, so that a resumed run repeats
+        it. For the same tokens, losses and gradients equal verl's.
+        """
+        return clipped_losses(batch.ratios(logprobs), batch.advantages, *self.ends) * batch.columns["kept"]
+
+
+class KlCovSettings(MethodSettings):
+    """No interval; a penalty |log r| on the tokens of the highest covariance (KL-Cov, arXiv 2505.22617)."""
+
+    text = "KL-Cov: penalty {s.kl_coef:g}·|log r| on {s.share:.2%} of the tokens"
+    method: Literal["kl-cov"] = "kl-cov"
+    share: Share = 2e-4
+    """Share of the update's tokens with the penalty, those with the highest covariance of log-prob and advantage.
+
+    The authors' scripts have 2e-3 at 7B and 2e-4 at 32B.
+    """
+    kl_coef: NotNegative = 1.0
+    """Coefficient of |log r|; 1 in the authors' scripts, 0.1 in verl's configuration."""
+    needs_all_tokens = True
+
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
+        """Return `penalized`: 1 for the share·N tokens, at least one, with the highest covariance, 0 for the others."""
+        covariance = token_covariance(old_logprobs, advantages)
+        penalized = covariance.new_zeros(len(covariance))
+        penalized[covariance.topk(max(int(self.share * len(covariance)), 1)).indices] = 1.0
+        return {"penalized": penalized}
+
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return −r·a, plus kl_coef·|log r| for the share of tokens with the highest covariance."""
+        penalty = self.kl_coef * log_ratio(logprobs, batch.old_logprobs).abs()
+        return -batch.ratios(logprobs) * batch.advantages + batch.columns["penalized"] * penalty

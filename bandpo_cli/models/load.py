@@ -21,7 +21,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig, dtype_on, with_dtype
 from bandpo_cli.config.sampling import resolve_engine
-from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
 from bandpo_cli.models import lora, model_files
 from bandpo_cli.models.logprobs import check_packed_forward
@@ -29,6 +28,7 @@ from bandpo_cli.models.model_files import loading_errors, model_error
 from bandpo_cli.models.weights import checkpointed_layers, forward_dtype, is_sharded, save_adapter, shard
 from bandpo_cli.paths import cached_commit, path_exists, user_path
 from bandpo_cli.processes.ranks import SINGLE, Ranks, is_gpu
+from bandpo_cli.registries import BUNDLED_MODELS
 
 # transformers passes the second on to FlashAttention's backward pass. NVLS is NCCL's sum within the NVLink switch.
 VARIABLES = {
@@ -74,12 +74,10 @@ class Policy:
 
     Attributes:
         model: the causal language model, in evaluation mode.
-        tokenizer: its tokenizer.
         stop_ids: ids of the tokens that end a completion.
         pad_id: id of the padding token; the model never attends to it.
         commit: the commit of a model on the hub; None for a folder.
-        ranks: the processes of the run. With more than one, a policy that is trained is sharded over them
-            (`models.weights`).
+        ranks: the processes of the run; if there are several, a policy that is trained is sharded over them.
         is_base: the policy is the model without its adapters (`models.lora`).
     """
 
@@ -141,8 +139,7 @@ def load_policy(
     Args:
         for_training: also check that the packed forward pass gives the same log-probs as the ordinary one, and enable
             gradient checkpointing and add adapters to train (LoRA) if that is configured.
-        ranks: the processes of the run; all of them must call this together. A model for training is sharded over
-            them, any other is complete on each.
+        ranks: the processes of the run; all of them must call this together. Only a model for training is sharded.
         seed: seed of the run, for the initial adapters.
 
     Raises:
@@ -183,8 +180,7 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
     """Return the config.json of the model, or of the base model of an adapter, after a check of the folder's files.
 
     Raises:
-        UserError: the folder is not a model folder, its weights are quantized, or transformers does not support its
-            architecture.
+        UserError: the folder is no model folder, its weights are quantized, or transformers does not support the model.
     """
     config, _ = model_files.base_config(config)
     source = _source(config)
@@ -215,8 +211,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
 def meta_model(config: ModelConfig, model_config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """Return the model of a config.json on the meta device, after a check of the size of the stored weights.
 
-    Args:
-        options: of transformers' `from_config`, such as its dtype.
+    `options` are those of transformers' `from_config`, such as its dtype.
     """
     options["trust_remote_code"] = config.trust_remote_code
     with torch.device("meta"):
@@ -256,8 +251,7 @@ def _load(
 def load_reference(policy: Policy, config: ModelConfig) -> Policy:
     """Return the policy, before its first update, without gradients: the reference of the KL penalty.
 
-    With LoRA it is the policy's own model, which is passed through without its adapters. A sharded model is loaded
-    again with the settings that it was loaded with.
+    With LoRA it is the policy's own model, without its adapters in passes. A sharded model is loaded again.
     """
     if lora.has_adapters(policy.model):
         return replace(policy, is_base=True)

@@ -133,11 +133,8 @@ def linear_logprobs(
     with float32 results; a CPU multiplies them as float32. Gradients flow into hidden, weight and bias.
 
     Args:
-        hidden: [N, H].
-        weight: [V, H].
-        bias: [V] or None.
+        hidden, weight, bias: [N, H], [V, H] and [V] or None.
         targets: [N] int64.
-        temperature: divisor of the logits.
         with_entropy, with_sampling_entropy: also return the entropy of the softmax at temperature 1, without gradient,
             or at `temperature`, with gradient.
     """

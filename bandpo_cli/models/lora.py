@@ -1,9 +1,8 @@
 """LoRA: peft's low-rank adapters on the linear layers of a policy with frozen weights.
 
 An adapted layer computes W·x + s·B·(A·x), with its weights W as they were loaded and s = alpha / rank. A and B have the
-dtype of W, so that the optimizer has float32 masters of them as of any other parameter, or the sharding stores them in
-float32. B starts at 0: the policy starts as the model that was loaded. Without its adapters, the same model is the
-reference of the KL penalty.
+dtype of W, so that they get float32 masters as any other parameter. B starts at 0: the policy starts as the model that
+was loaded. Without its adapters, the same model is the reference of the KL penalty.
 
 Rounding to 16 bits must not drop the adapters' effect, which is far below half a unit in the last place of W and of W·x
 for many updates. Forward passes round the sum of both terms once (`_round_once`), and merged weights are rounded
@@ -152,13 +151,11 @@ def merged_weight(name: str, weight: Tensor, a: Tensor, b: Tensor, scaling: floa
     """Return W + s·B·A, computed in float32 and rounded stochastically to the dtype of W.
 
     The probability of rounding away from 0 is the distance from the number below, in units in the last place, so that
-    the mean of the result is the sum. The random numbers depend on the name alone: equal sums give equal weights, and
-    an element that is rounded away from 0 stays so while its sum grows.
+    the mean of the result is the sum. The random numbers depend on `name`, that of the parameter, alone: equal sums
+    give equal weights, and an element that is rounded away from 0 stays so while its sum grows.
 
     Args:
-        name: the name of the parameter in the model without adapters.
         weight, a, b: W, [out, in], in float32 or bfloat16; A, [rank, in]; B, [out, rank].
-        scaling: s.
     """
     total = torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
     if weight.dtype == torch.float32:

@@ -64,14 +64,12 @@ class MemoryEstimate:
     Attributes:
         parameters: number of parameters of the model (not bytes), its adapters included; tied parameters count once.
         trained: number of parameters that are trained: all of them, or those of the adapters (LoRA).
-        ranks: number of ranks.
         always: held during the complete run: weights, optimizer state, reference model, an engine that never sleeps.
         update: additional memory of one forward and backward pass, and the gradients, which are dropped after it.
         reduction: with several ranks, additional memory at the end of a backward pass, in place of `update`.
         sampling: additional memory of sampling, or of sending the weights to another engine.
-        engine_gpu: held on the GPU of the engine process (`sampling.max_lag`) where it has one of its own.
-        device: the device of the trainer.
-        engine_device: the GPU of the engine process; None where there is none.
+        engine_gpu: held on `engine_device`, the GPU of the engine process (`sampling.max_lag`) where it has one of its
+            own.
         vllm: bytes of the vLLM engine, also part of a phase; 0 without one.
         vllm_minimum: the fewest bytes with which that engine can sample the completions of one prompt.
         memory_fraction: `sampling.vllm.memory_fraction`, or what it is where it is null; None without vLLM on a GPU.
@@ -93,7 +91,7 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
-        """Maximum bytes at any one time on the device of the trainer: updates and sampling alternate."""
+        """Maximum bytes on the device of the trainer: updates and sampling alternate."""
         return _peak(self.always, self.update, self.reduction, self.sampling)
 
     @property
@@ -105,15 +103,18 @@ class MemoryEstimate:
     def fits(self) -> bool:
         """Whether every device has some memory left at the peak."""
         limit = self.engine_device.usable if self.engine_device else 0
-        engine_fits = self.engine_peak <= limit and self.vllm >= self.vllm_minimum
-        return engine_fits and self.peak <= self.device.usable
+        return self.peak <= self.device.usable and self._engine_fits(limit)
 
     @property
     def can_start(self) -> bool:
         """Whether every device has what the run certainly needs: all but the cache of the transformers engine."""
         certain = _peak(self.always, self.update, self.reduction, self.sampling if self.vllm else {})
-        limit = self.engine_device.free if self.engine_device else 0
-        return certain <= self.device.free and self.engine_peak <= limit and self.vllm >= self.vllm_minimum
+        return certain <= self.device.free and self._engine_fits(
+            self.engine_device.free if self.engine_device else 0
+        )
+
+    def _engine_fits(self, limit: int) -> bool:
+        return self.engine_peak <= limit and self.vllm >= self.vllm_minimum
 
 
 def _peak(always: Bytes, *phases: Bytes) -> int:
@@ -130,11 +131,9 @@ def estimate_memory(
     """Estimate the memory of a run.
 
     Args:
-        config: the run's settings.
         device: the device of the trainer, which need not exist here; each rank has such a device.
         ranks: number of ranks; with more than one the model is sharded.
-        engine_device: with `sampling.max_lag`, the GPU of the engine process where it is another GPU than the
-            trainer's.
+        engine_device: with `sampling.max_lag`, the GPU of the engine process if it is not the trainer's.
         training: False for an evaluation, which has a complete model on each rank and no updates.
 
     Raises:
@@ -281,9 +280,8 @@ def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes,
     if ranks == 1:
         return {}, {}, {}, {}
 
-    def reduced(
-        gradients: int,
-    ) -> int:  # the float32 buffer that gradients are reduced in, and the result on a rank
+    def reduced(gradients: int) -> int:
+        """Return the bytes of the float32 buffer that gradients are reduced in, and of the result on a rank."""
         return _FLOAT32 * (gradients + math.ceil(gradients / ranks))
 
     itemsize = model.dtype.itemsize
@@ -338,8 +336,10 @@ def _full_rows(config: RunConfig) -> list[tuple[int, list[Row]]]:
         range(sampling.max_prompt_tokens),
         [*(2**i for i in range(longest.bit_length())), longest],
     )
-    rows = [Row(prompt, [range(length)] * sampling.samples) for length in lengths]
-    return [*zip(lengths, [split_row(row, MAX_SHARED_ROW_TOKENS) for row in rows], strict=True)]
+    rows = (Row(prompt, [range(length)] * sampling.samples) for length in lengths)
+    return [
+        (length, split_row(row, MAX_SHARED_ROW_TOKENS)) for length, row in zip(lengths, rows, strict=True)
+    ]
 
 
 def update_tokens(config: RunConfig, ranks: int = 1) -> int:
@@ -379,10 +379,7 @@ def activation_bytes(
     """Return the bytes that autograd saves for a backward pass of `tokens` packed tokens, without the output layer.
 
     With gradient checkpointing these are the input of every layer and all activations of one layer at a time.
-
-    Args:
-        attention: elements that attention saves in a layer.
-        on_gpu: the policy is on a GPU, where checkpointing is `auto`.
+    `attention` is the number of elements that attention saves in a layer; on a GPU checkpointing is `auto`.
     """
 
     saved: dict[int, Tensor] = {}  # one tensor of each storage, whose address may be reused after it is freed

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import ModelConfig
-from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import RunError, UserError, find_out_of_memory, first_line
 from bandpo_cli.models.lora import ADAPTER_WEIGHTS, END_A, END_B, PREFIX, merged_weight
 from bandpo_cli.paths import (
@@ -33,6 +32,7 @@ from bandpo_cli.paths import (
     read_json_object,
     user_path,
 )
+from bandpo_cli.registries import BUNDLED_MODELS
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONFIG = "config.json"
@@ -88,11 +88,10 @@ def model_error(path: str, text: str) -> UserError:
 
 
 def check_model_files(location: str, path: str) -> None:
-    """Raise if the files of a model folder are not valid; a hub id instead of a folder is left to the loader.
+    """Raise UserError if the files of a model folder are not valid; a hub id instead of a folder is left to the loader.
 
-    Raises:
-        UserError: a file is not a regular file or not a JSON object, a setting declares a huge number of layers, or a
-            file names weights outside of the folder or in another format than safetensors.
+    A file may be no regular file or no JSON object, a setting may declare a huge number of layers, or a file may name
+    weights outside of the folder or in another format than safetensors.
     """
     folder, where = Path(location), f"model.path = {path!r}"
     weights = sorted(file.name for file in folder.glob("*.safetensors")) if path_exists(folder) else ()
@@ -135,11 +134,9 @@ def check_weight_format(location: str, path: str) -> None:
 
 
 def check_declared_size(model: PreTrainedModel, location: str, path: str) -> None:
-    """Raise UserError if config.json declares far more parameters than the folder's weights hold, or they are damaged.
+    """Raise UserError if config.json declares far more parameters than a folder's weights hold, or they are damaged.
 
-    Args:
-        model: the model of config.json on the meta device, so that nothing of its size is allocated.
-        location: folder or hub id of the model; only a folder is checked.
+    The model is on the meta device, so that nothing of its size is allocated. Of a hub id nothing is checked.
     """
     files = sorted(Path(location).glob("*.safetensors"))
     stored = 0
@@ -240,8 +237,7 @@ def merge_adapter(model: PreTrainedModel, adapter: Path) -> None:
 def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
     """Raise UserError if weights are missing (the loader fills in random numbers), unknown, misshapen or not finite.
 
-    Args:
-        info: loading info of `from_pretrained(..., output_loading_info=True)`.
+    `info` is the loading info of `from_pretrained(..., output_loading_info=True)`.
     """
     prefix = f"{model.base_model_prefix}."
     problems = {

@@ -54,7 +54,6 @@ class TokenBatch:
     Attributes:
         input_ids: [1, T] int64, row after row, each the prompt followed by its completions.
         position_ids: [1, T] int64, position of each token in its own prompt and completion.
-        packing: which tokens attend to which.
         predictor_index: [N] int64, index into the T tokens of the token whose output predicts each sampled token.
         targets: [N] int64, the sampled tokens, completion by completion in the order of the rows.
     """
@@ -136,11 +135,8 @@ def split_row(row: Row, max_tokens: int) -> list[Row]:
 class Packing:
     """Attention layout of R rows that lie one after another without padding, T tokens in total.
 
-    With a copy of the prompt before every completion, the rows are S sequences of E tokens in total.
-
-    Attributes:
-        rows: per row the number of tokens of its prompt, followed by those of each completion.
-        device: device of all tensors.
+    With a copy of the prompt before every completion, the rows are S sequences of E tokens in total. `rows` has per row
+    the number of tokens of its prompt, followed by those of each completion.
     """
 
     rows: tuple[tuple[int, ...], ...]

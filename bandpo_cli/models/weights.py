@@ -161,8 +161,7 @@ def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write the adapters in the format of peft: `PeftModel.from_pretrained(base, folder)` loads them.
 
-    Args:
-        weights: what `adapter_weights` returns, or a copy; None to take the tensors in use.
+    `weights` are what `adapter_weights` returns, or a copy; None for the tensors in use.
     """
     tensors = {name: tensor.contiguous() for name, tensor in dict(weights or adapter_weights(model)).items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -269,12 +268,10 @@ class ShardError(Exception):
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Write the shards of all ranks into `folder` and flush them to the disk; all ranks must call this together.
+    """Write the shards of all ranks into the empty folder `folder`; all ranks must call this together.
 
-    Args:
-        folder: an empty folder that all ranks share.
-        tensors: DTensors, of which each rank writes its shard, and tensors that are equal on all ranks, which one rank
-            writes. The names are the same on every rank.
+    Each rank writes its shards of DTensors; one rank writes tensors that are equal on all ranks. The names are the same
+    on every rank.
 
     Raises:
         ShardError: a rank failed to write.
@@ -305,9 +302,7 @@ def saved_shapes(folder: Path) -> dict[str, torch.Size]:
 def read_shards(folder: Path, targets: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Read tensors from the safetensors files of a folder into `targets`; all ranks must call this together.
 
-    Args:
-        targets: tensors by their name in the files, which are converted to the dtype of the target. Of a DTensor, each
-            rank reads its shard.
+    The values are converted to the dtype of the target. Of a DTensor, each rank reads its shard.
 
     Raises:
         ShardError: a rank failed to read, for example a tensor that is missing, damaged or of another shape.
@@ -342,5 +337,11 @@ def _shard_errors(ranks: Ranks) -> Iterator[None]:
         if own is not None and not isinstance(own, Exception):
             raise own from None
         rank, cause = min(failures.items(), key=lambda item: item[0])
-        reason = getattr(cause, "strerror", None) or first_line(cause, max_chars=500)
-        raise ShardError(f"{reason} (rank {rank})" if ranks.size > 1 else reason) from cause
+        raise ShardError(
+            f"{reason_of(cause)} (rank {rank})" if ranks.size > 1 else reason_of(cause)
+        ) from cause
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the system's text of the error, else the first line of its message."""
+    return getattr(error, "strerror", None) or first_line(error, max_chars=500)

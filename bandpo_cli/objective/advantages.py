@@ -36,12 +36,7 @@ def group_advantages(
     Args:
         rewards_PG: [P, G] float, one row per problem. The values are computed in float64.
         normalize_std: divide by the group's (unbiased) standard deviation + 1e-6; otherwise rewards are only centred.
-        has_reward_PG: [P, G] bool, False for completions without a reward; they are in no mean and no deviation. None
-            where all have one.
-
-    Returns:
-        [P, G] of the same dtype; exactly 0 in a group whose rewards are all equal (`equal_rewards`), and without a
-        reward.
+        has_reward_PG: [P, G] bool, False for completions without a reward, which are in no mean; None if all have one.
     """
     present = torch.ones_like(rewards_PG, dtype=torch.bool) if has_reward_PG is None else has_reward_PG
     _, centred, count = _centred(rewards_PG, present)
@@ -139,12 +134,8 @@ def shaped_rewards(
     """Return the rewards that advantages are computed from, one per grade.
 
     The grader's reward (0 to 1) is scaled to the range from `reward.wrong` to `reward.correct`, less the soft
-    over-long penalty (DAPO, arXiv 2503.14476, eq. 13): 0 up to max_tokens − overlong_buffer tokens, then linear in the
-    length up to overlong_penalty at max_tokens.
-
-    Args:
-        lengths: numbers of sampled tokens, including the end token.
-        max_tokens: `sampling.max_tokens`.
+    over-long penalty (DAPO, arXiv 2503.14476, eq. 13): 0 up to `max_tokens` − overlong_buffer sampled tokens, then
+    linear in the length up to overlong_penalty at `max_tokens`.
     """
     rewards = [config.wrong + (config.correct - config.wrong) * grade.reward for grade in grades]
     if not (buffer := config.overlong_buffer):

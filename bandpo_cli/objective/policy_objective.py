@@ -1,4 +1,7 @@
-"""The objective of an update: weighted losses of a method, penalty to the reference model, entropy bonus, gradients."""
+"""The objective of an update: weighted losses of a method, penalty to the reference model, entropy bonus, gradients.
+
+The importance correction gives weights for the gap between the sampler's and the trainer's log-probs.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bandpo_cli.methods.loss import LossBatch, PolicyLoss, log_ratio
+from bandpo_cli.config.run import ObjectiveConfig
+from bandpo_cli.methods.loss import (
+    MAX_LOG_RATIO,
+    LossBatch,
+    PolicyLoss,
+    log_ratio,
+    policy_ratio,
+    sequence_index,
+    sequence_sum,
+)
 
 
 @dataclass(frozen=True)
@@ -18,7 +30,7 @@ class LossOutputs:
         gradient: [n], ∂loss/∂logprobs.
         ratios: [n], r.
         gradient_weights: [n], w in the gradient −weight·w·a·∇log π of a token's loss, without the penalty to the
-            reference model: 1 for an unclipped token with r = 1, 0 for a clipped one. 0 where a or the weight is 0.
+            reference model: 1 for an unclipped token with r = 1, 0 for a clipped one or where a or the weight is 0.
         entropy_gradient: [n], ∂loss/∂entropy of the distribution of each token.
     """
 
@@ -44,11 +56,10 @@ def policy_objective(
 
     Args:
         logprobs: [n] float32, log π(token) under the policy being updated, nats.
-        weights: [n], weight of the token in the update's loss (`AGGREGATIONS`). It is multiplied with the importance
-            weight of the batch, where there is one.
-        reference_kl: coefficient of the k3 estimate of KL(π‖π_reference) per token; used if `ref_logprobs` is given.
-        entropy: [n], entropy of the distribution of each token, nats, for the bonus: `objective.entropy_bonus` times
-            its sum with `weights`, without the importance weights, as in verl; None without a bonus.
+        weights: [n], weight of the token in the update's loss (`AGGREGATIONS`), without its importance weight.
+        reference_kl: coefficient of the k3 estimate of KL(π‖π_reference); used if `ref_logprobs` is given.
+        entropy: [n], entropy of the distribution of each token, nats. The bonus is `objective.entropy_bonus` times its
+            sum with `weights`, as in verl; None without a bonus.
     """
     entropy_gradient = -loss.objective.entropy_bonus * weights
     if batch.importance_weights is not None:
@@ -71,6 +82,42 @@ def policy_objective(
     return LossOutputs(total.detach(), gradient, ratios, gradient_weights, entropy_gradient)
 
 
+def importance_weights(
+    trainer_logprobs: Tensor, sampler_logprobs: Tensor, lengths: Tensor, objective: ObjectiveConfig
+) -> Tensor | None:
+    """Return the weight of each token's loss, w, [N] without gradient; None where `objective.importance_cap` is null.
+
+    The ratio of the objective is relative to the trainer's π_old, but the tokens were sampled from the sampler's π. The
+    two differ where the sampler is another engine, by kernels, number formats and batch shapes. w is an estimate of
+    π_old/π_sampler of limited variance, by the rule `objective.importance`, per token or per completion (there the
+    geometric mean of the ratios of its tokens):
+
+    - truncated, min(w, cap): truncated importance sampling (Ionides 2008);
+    - masked, 0 outside [floor, cap] and w within: per token as in IcePop, per completion as in masked importance
+      sampling (verl 0.9.1, `rollout_corr_helper.py`), or 0 for a completion with any token outside (TRM, arXiv
+      2512.23075).
+
+    Args:
+        trainer_logprobs, sampler_logprobs: [N] float32, nats, of the same weights at the same temperature.
+        lengths: [S] int64, tokens per completion.
+    """
+    cap = objective.importance_cap
+    if cap is None:
+        return None
+    floor = 1.0 / cap if objective.importance_floor is None else objective.importance_floor
+    level, _, rule = objective.importance.partition("-")
+    ratios = policy_ratio(trainer_logprobs.detach(), sampler_logprobs)
+    if level == "sequence" and rule != "mask-any":
+        means = sequence_sum(ratios.log(), lengths) / lengths
+        ratios = torch.exp(means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))[sequence_index(lengths)]
+    if rule == "truncate":
+        return ratios.clamp(max=cap)
+    within = (ratios >= floor) & (ratios <= cap)
+    if rule == "mask-any":
+        within = sequence_sum((~within).float(), lengths)[sequence_index(lengths)] == 0
+    return torch.where(within, ratios, 0.0)
+
+
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     """Return the k3 estimate of KL(π‖π_other) per token, [n], nats: u − 1 − log u with u = π_other/π.
 
@@ -80,27 +127,19 @@ def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     return torch.expm1(log_u) - log_u
 
 
-def seq_mean_token_mean(lengths_S: Tensor, max_tokens: int) -> Tensor:
-    """Return 1/(S·length): the mean over the tokens of a sequence, then over sequences (GRPO, BandPO)."""
-    return 1.0 / (len(lengths_S) * lengths_S.float())
-
-
-def token_mean(lengths_S: Tensor, max_tokens: int) -> Tensor:
-    """Return 1/Σ length: the mean over all tokens of the update (DAPO)."""
-    return torch.full_like(lengths_S, 1.0 / max(1, int(lengths_S.sum())), dtype=torch.float32)
-
-
-def seq_sum_norm(lengths_S: Tensor, max_tokens: int) -> Tensor:
-    """Return 1/(S·max_tokens): a sequence's sum over a constant, then the mean over sequences (Dr. GRPO)."""
-    return torch.full_like(lengths_S, 1.0 / max(1, len(lengths_S) * max_tokens), dtype=torch.float32)
-
-
 AGGREGATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "seq-mean-token-mean": seq_mean_token_mean,
-    "token-mean": token_mean,
-    "seq-sum-norm": seq_sum_norm,
+    # the mean over the tokens of a sequence, then over sequences (GRPO, BandPO)
+    "seq-mean-token-mean": lambda lengths_S, _: 1.0 / (len(lengths_S) * lengths_S.float()),
+    # the mean over all tokens of the update (DAPO)
+    "token-mean": lambda lengths_S, _: _constant(lengths_S, int(lengths_S.sum())),
+    # a sequence's sum over a constant, then the mean over sequences (Dr. GRPO)
+    "seq-sum-norm": lambda lengths_S, max_tokens: _constant(lengths_S, len(lengths_S) * max_tokens),
 }
 """(lengths_S int64 [S], max_tokens) → weight of each token of sequence s, float32 [S], by `objective.aggregation`.
 
 The loss of an update is the sum of weight·loss over its tokens. The weights depend on the completion lengths of the
 complete update, so eight passes of one sequence and one pass of eight give the same gradient."""
+
+
+def _constant(lengths_S: Tensor, inverse: int) -> Tensor:
+    return torch.full_like(lengths_S, 1.0 / max(1, inverse), dtype=torch.float32)

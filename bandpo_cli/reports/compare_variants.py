@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
+from bandpo_cli.evaluation.verdicts import MARGIN, conclude, holm, varies
 from bandpo_cli.reports.report_record import RunRecord
 from bandpo_cli.reports.run_tables import ExcludedRun, RunTables, common_n, percent_text, scores_of
 from bandpo_cli.reports.run_variants import ABSENT, differing_settings, format_setting
@@ -36,7 +37,6 @@ SECONDS_PER_STEP = "seconds_per_step"
 """The metric for which a report also shows the spread over the steps."""
 
 _NO_LIMITS: Limits = (-math.inf, math.inf)
-_ROUNDING = 1e-12  # relative; the order of summation changes a mean by less
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class Metric:
         percent: whether a value is shown in percent.
         unit: unit of a value, also of one that is shown in percent.
         smallest, largest: limits of the values, null for none.
+        more_is_better: whether a verdict is `better` or `worse`; else it is `higher` or `lower`.
     """
 
     key: str
@@ -94,12 +95,18 @@ class Metric:
     unit: str = "share"
     smallest: float | None = 0.0
     largest: float | None = 1.0
+    more_is_better: bool = True
 
     @property
     def limits(self) -> Limits:
         """Smallest and largest possible value."""
         smallest = -math.inf if self.smallest is None else self.smallest
         return smallest, math.inf if self.largest is None else self.largest
+
+    @property
+    def has_margin(self) -> bool:
+        """Whether the metric is in units of accuracy, so that the margin of equivalence applies to it."""
+        return self.limits == (0.0, 1.0)
 
     def text(self, value: float, sign: bool = False) -> str:
         """Return `value` as tables show it, with a plus sign for positive values if `sign`."""
@@ -140,7 +147,8 @@ class VariantDifference:
         metric: key of the metric.
         paired: comparison over the common seeds; None without a common seed.
         p_holm: p-value adjusted over the variants compared in this metric; None without a test.
-        verdict: conclusion in words.
+        verdict: conclusion in words, `Verdict.text`.
+        detectable, p_equivalent, further: as in `Verdict`.
     """
 
     variant: str
@@ -148,6 +156,9 @@ class VariantDifference:
     paired: PairedTest | None
     p_holm: float | None
     verdict: str
+    detectable: float | None = None
+    p_equivalent: float | None = None
+    further: int | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +175,7 @@ class Report:
         metrics: the first is the accuracy, or the reward if rewards are not just 0 and 1.
         variants: highest value of the first metric first.
         differences: ordered by metric, then by variant.
+        margin: margin of equivalence, in units of accuracy.
         tuning: the variants that the settings were chosen from; None for settings that no sweep chose.
         notes: sentences about limits of the comparison.
         files: written files by name.
@@ -192,6 +204,7 @@ class Report:
     runs: tuple[RunRecord, ...]
     environment: Mapping[str, Any]
     methods: str
+    margin: float = MARGIN
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values that `json.dumps` accepts."""
@@ -232,20 +245,13 @@ def report_metrics(tables: RunTables, sets: Sequence[str], level: float | None) 
     seconds = (
         "seconds per step, without evaluations and checkpoints; the range covers the middle 80% of all steps"
     )
+    entropy = partial(Metric, largest=None, unit="nats", more_is_better=False)
     shown = partial(Metric, compared=False, pattern=".2f")
     metrics = [
         *(means[key] for key in compared),
         means["area"],
-        Metric(
-            "entropy",
-            "entropy",
-            "mean over the last tenth of the steps, nats per token",
-            largest=None,
-            unit="nats",
-        ),
-        Metric(
-            "entropy_at_accuracy", f"entropy at {reached} accuracy", at_accuracy, largest=None, unit="nats"
-        ),
+        entropy("entropy", "entropy", "mean over the last tenth of the steps, nats per token"),
+        entropy("entropy_at_accuracy", f"entropy at {reached} accuracy", at_accuracy),
         means["pass"],
         shown("clipped", "clipped", share, percent=True),
         shown(SECONDS_PER_STEP, "s/step", seconds, largest=None, unit="s"),
@@ -282,11 +288,12 @@ def evaluate_variants(tables: RunTables, metrics: Sequence[Metric]) -> list[Vari
 
 
 def compare_variants(
-    order: Sequence[str], baseline: str, runs: pd.DataFrame, metrics: Sequence[Metric]
+    order: Sequence[str], baseline: str, runs: pd.DataFrame, metrics: Sequence[Metric], margin: float = MARGIN
 ) -> list[VariantDifference]:
     """Return the difference of each variant in `order` from the baseline in each metric with `compared`.
 
-    p-values are adjusted over the variants, separately for each metric.
+    p-values are adjusted over the variants, separately for each metric. The margin of equivalence applies to the
+    metrics in units of accuracy.
     """
     differences = []
     for metric in metrics:
@@ -297,26 +304,18 @@ def compare_variants(
         pairs = {name: paired_test(changes.loc[name], metric.limits) for name in order if name != baseline}
         tested = {name: pair.p for name, pair in pairs.items() if pair is not None and pair.p is not None}
         adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
+        words = ("better", "worse") if metric.more_is_better else ("higher", "lower")
         for name, pair in pairs.items():
-            has_values = values.loc[[name, baseline]].notna().any(axis=1).all()
-            missing = "no common seed" if has_values else "no value"
-            conclusion = missing if pair is None else verdict(pair.change, adjusted.get(name))
-            differences.append(VariantDifference(name, metric.key, pair, adjusted.get(name), conclusion))
+            p = adjusted.get(name)
+            if pair is None:
+                has_values = values.loc[[name, baseline]].notna().any(axis=1).all()
+                missing = "no common seed" if has_values else "no value"
+                differences.append(VariantDifference(name, metric.key, None, None, missing))
+                continue
+            within = margin if metric.has_margin else None
+            verdict = conclude(_known(changes.loc[name]), p, within, words=words, family=len(tested))
+            differences.append(VariantDifference(name, metric.key, pair, p, *astuple(verdict)))
     return differences
-
-
-def verdict(change: Estimate, p_holm: float | None) -> str:
-    """Return the conclusion that a difference from the baseline allows, in words."""
-    if change.n == 1:
-        return "one seed: no test"
-    if change.low is None or change.high is None:
-        equal = "the same difference in every seed: no interval"
-        return equal if change.mean else "no difference in any seed"
-    if change.low <= 0 <= change.high:
-        return "not significant"
-    direction = "higher" if change.mean > 0 else "lower"
-    significant = p_holm is not None and p_holm <= 1 - LEVEL
-    return direction if significant else f"{direction}, but not after Holm's adjustment"
 
 
 def estimate(values: ArrayLike, limits: Limits = _NO_LIMITS) -> Estimate | None:
@@ -334,7 +333,7 @@ def estimate(values: ArrayLike, limits: Limits = _NO_LIMITS) -> Estimate | None:
     if not known.size:
         return None
     mean = float(known.mean())
-    if not _varies(known):
+    if not varies(known):
         return Estimate(known.size, mean, None, None)
     half = float(_half_width(known))
     return Estimate(known.size, mean, max(mean - half, limits[0]), min(mean + half, limits[1]))
@@ -352,21 +351,8 @@ def paired_test(changes: ArrayLike, limits: Limits = _NO_LIMITS) -> PairedTest |
     known, widest = _known(changes), limits[1] - limits[0]
     if (change := estimate(known, (-widest, widest))) is None:
         return None
-    p = float(stats.ttest_1samp(known, 0.0).pvalue) if _varies(known) else None
+    p = float(stats.ttest_1samp(known, 0.0).pvalue) if varies(known) else None
     return PairedTest(change, p, int(np.sum(known > 0)), int(np.sum(known < 0)))
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values adjusted by Holm's method (1979).
-
-    Rejecting the hypotheses whose adjusted p-value is at most α makes at least one false rejection with probability
-    at most α.
-    """
-    p = np.asarray(p_values, dtype=np.float64)
-    order = np.argsort(p, kind="stable")
-    adjusted = np.empty_like(p)
-    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
-    return [float(value) for value in adjusted]
 
 
 def interval_band(values_RS: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
@@ -392,8 +378,3 @@ def _half_width(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def _known(values: ArrayLike) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
     return array[~np.isnan(array)]
-
-
-def _varies(values: NDArray[np.float64]) -> bool:
-    """Return whether there are two values that differ by more than rounding: only then is there an interval."""
-    return values.size > 1 and bool(np.ptp(values) > _ROUNDING * np.abs(values).max())

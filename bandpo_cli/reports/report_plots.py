@@ -209,9 +209,8 @@ def _plot_fits(
         axes.plot(compute[~early], means[~early], alpha=0.5, **dots)
         axes.plot(compute[early], means[early], markerfacecolor="white", **dots)
         axes.plot(*zip(*fit.curve, strict=True), zorder=3, **line)
-        if fit.exponent is not None and fit.asymptote is not None:
+        if fit.asymptote is not None and not fit.unidentified:
             axes.axhspan(fit.asymptote.low, fit.asymptote.high, color=line["color"], alpha=0.1, linewidth=0)
-            axes.axhline(fit.asymptote.value, color=line["color"], linestyle=":", linewidth=1.2)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
     style.label(axes, "step", y_label, percent=True)
     side_legend(figure, axes, {fit.variant: fit.curve[-1][1] for fit in fits}, styles)

@@ -81,24 +81,23 @@ def record_runs(
         seconds: by variant, seed and step.
         metrics: keys of the metrics, which are columns of `runs`.
     """
-    differing = [*differing_settings(runs["settings"])]
-    first = runs["settings"].iloc[0]
+    differing, records = differing_settings(runs["settings"]), []
+    first: Settings = runs["settings"].iloc[0]
     shared = {
         key: value
         for key, value in first.items()
         if key not in differing and not is_within(key, SAME_VARIANT)
     }
-    totals, records = seconds.groupby(level=["variant", "seed"], sort=False).sum(min_count=1), []
-    for (variant, seed), row in runs.iterrows():
+    totals = seconds.groupby(level=["variant", "seed"]).sum(min_count=1).dropna().to_dict()
+    for key, row in zip(runs.index.tolist(), runs.to_dict("records"), strict=True):
         environment: dict[str, Any] = {}
         with suppress(UserError):
             environment = read_json_object(row["folder"] / "env.json")
-        settings = {key: row["settings"][key] for key in differing if key in row["settings"]}
-        total = totals.loc[variant, seed]
-        values, time = row[[*metrics]].dropna().to_dict(), None if pd.isna(total) else float(total)
-        records.append(
-            RunRecord(row["folder"].name, variant, seed, row["steps"], settings, values, time, environment)
-        )
+        settings = {name: row["settings"][name] for name in differing if name in row["settings"]}
+        values = {name: row[name] for name in metrics if row[name] == row[name]}  # without NaN
+        name, (variant, seed) = row["folder"].name, key
+        record = RunRecord(name, variant, seed, row["steps"], settings, values, totals.get(key), environment)
+        records.append(record)
     return shared, tuple(records)
 
 

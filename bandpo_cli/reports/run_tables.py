@@ -13,9 +13,17 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from bandpo_cli.errors import UserError, first_line, plural
-from bandpo_cli.metric_names import SCORE, probability_bins
+from bandpo_cli.metric_names import (
+    FLOPS,
+    SAMPLED_TOKENS,
+    SCORE,
+    TOTAL_SECONDS,
+    TRAINED_TOKENS,
+    probability_bins,
+)
 from bandpo_cli.reports.run_variants import VariantRun, differing_settings, read_settings, shorten_list
 from bandpo_cli.results import read_metrics_table
 from bandpo_cli.storage.run_record import read_summary
@@ -24,6 +32,14 @@ Score = Literal["reward", "accuracy"]
 
 RUN = ["variant", "seed"]
 """The index of a table with a row per run."""
+
+TOTAL_COLUMNS = {
+    "tokens": SAMPLED_TOKENS,
+    "trained_tokens": TRAINED_TOKENS,
+    "flops": FLOPS,
+    "total_seconds": TOTAL_SECONDS,
+}
+"""Metrics of what a run has taken, by their columns in `RunTables.steps`."""
 
 FAR_BEHIND = 0.5
 """Runs and variants whose best accuracy is under this share of the best variant's have no entropy at equal accuracy
@@ -50,7 +66,8 @@ class RunTables:
             `clipped`, `seconds_per_step`, and of every evaluation set those such as `accuracy/gsm8k` and
             `pass_at_4/gsm8k`, at the last evaluation.
         steps: a row per run and step, with the index variant, seed and step: `entropy`, `seconds`, and the scores of
-            the evaluation sets, `accuracy/gsm8k` and `reward/gsm8k`.
+            the evaluation sets, `accuracy/gsm8k` and `reward/gsm8k`. `tokens`, `trained_tokens`, `flops` and
+            `total_seconds` are what the run has taken up to the step (`metric_names.TOTALS`); NaN where not recorded.
         bins: a row per run and bin of π_old: `variant`, `seed`, `bin` (`0.1 – 0.5`), the `clipped` share of its tokens
             over all steps, and its share of all `tokens`.
         excluded: runs that failed, are not finished, not evaluated at their last step, damaged or missing.
@@ -127,7 +144,8 @@ def _read_run(run: VariantRun, start: int) -> _Tables:
     pauses = [_column(training, name).fillna(0.0) for name in ("time/eval", "time/checkpoint")]
     seconds = _column(training, "time/step") - pauses[0] - pauses[1]
     entropy = _column(training, "train/entropy")
-    steps = pd.DataFrame({"entropy": entropy, "seconds": seconds}, table.index)
+    totals = {column: _column(table, name) for column, name in TOTAL_COLUMNS.items()}
+    steps = pd.DataFrame({"entropy": entropy, "seconds": seconds, **totals}, table.index)
     row = {
         **vars(run),
         "settings": settings,
@@ -153,6 +171,18 @@ def _read_run(run: VariantRun, start: int) -> _Tables:
 def _column(table: pd.DataFrame, name: str) -> pd.Series[float]:
     """Return a column of a table, NaN if it has none of that name."""
     return table.get(name, pd.Series(np.nan, table.index))
+
+
+def at_axis(curve: pd.Series[float], axis: pd.Series[float], points: Sequence[float]) -> NDArray[np.float64]:
+    """Return the values of a curve at points of an axis, [N], linear between the steps that have a value.
+
+    Args:
+        curve: values by step; NaN for a step without one.
+        axis: what the run has taken by step, such as its sampled tokens; it has a value at each step of the curve.
+        points: [N], on the axis; a point before the first or after the last value of the curve has NaN.
+    """
+    known = curve.dropna()
+    return np.interp(points, axis.loc[known.index], known, left=np.nan, right=np.nan)
 
 
 def area_under(curve: pd.Series[float]) -> float:

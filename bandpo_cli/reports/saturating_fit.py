@@ -8,7 +8,8 @@ is narrow. A bootstrap of three to five seeds gives intervals that are too narro
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -36,11 +37,11 @@ _LIMITS = np.array([(0.0, 1.0), np.log((0.4, 6.0)), np.log((0.05, 30.0))])
 
 @dataclass(frozen=True)
 class FittedParameter:
-    """A parameter with its 95% interval; `low` and `high` are None if the interval leaves the range searched."""
+    """A parameter with its 95% interval, whose ends are NaN (null in JSON) if it leaves the range searched."""
 
     value: float | None
-    low: float | None
-    high: float | None
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,6 @@ class SaturatingFit:
     unidentified: str
     holdout: dict[str, float]
     curve: Sequence[tuple[float, float]]
-
-
-def saturating_curve(compute: Floats, initial: float, a: float, b: float, c_mid: float) -> Floats:
-    """Return the accuracy after `compute`, which is positive."""
-    curve: Floats = initial + (a - initial) / (1 + (c_mid / compute) ** b)
-    return curve
 
 
 def fit_variants(
@@ -109,40 +104,36 @@ def fit_curve(variant: str, compute_S: Floats, accuracy_RS: Floats) -> Saturatin
         accuracy_RS.mean(axis=0)[fitted],
         fitted.sum(),
     )
-    about = (variant, len(accuracy_RS), int(count), initial)
+    fit = SaturatingFit(variant, len(accuracy_RS), int(count), initial, None, None, None, "", {}, ())
     if count < MIN_EVALUATIONS:
-        reason = (
-            f"{plural(int(count), 'evaluation')} after the first tenth, and the fit needs {MIN_EVALUATIONS}"
-        )
-        return SaturatingFit(*about, None, None, None, reason, {}, ())
+        reason = f"{plural(fit.evaluations, 'evaluation')} after the first tenth, and the fit needs {MIN_EVALUATIONS}"
+        return replace(fit, unidentified=reason)
     best, least = best_fit(compute, mean, initial)
-    points, first = np.linspace(compute[0], 1.0, 50), 2 * int(count) // 3
-    values = _curve_and_slopes(best, points, initial)[0]
+    points, first = np.linspace(compute[0], 1.0, 50), 2 * fit.evaluations // 3
+    curve = zip(start + largest * points, _curve_and_slopes(best, points, initial)[0], strict=True)
+    fit = replace(fit, curve=[(float(x), float(y)) for x, y in curve])
     early, _ = best_fit(compute[:first], mean[:first], initial)
     predicted = _curve_and_slopes(early, compute[first:], initial)[0]
-    holdout = {}
     for name, errors in (("", predicted - mean[first:]), ("naive_", mean[first - 1] - mean[first:])):
-        holdout |= {
-            f"{name}rmse": float(np.sqrt(np.square(errors).mean())),
-            f"{name}final": float(errors[-1]),
-        }
-    drawn = (holdout, tuple(zip((start + largest * points).tolist(), values.tolist(), strict=True)))
+        fit.holdout[f"{name}rmse"] = float(np.sqrt(np.square(errors).mean()))
+        fit.holdout[f"{name}final"] = float(errors[-1])
     if np.ptp(accuracy_RS, axis=0).max() < 1e-12:
-        reason = "one seed, or seeds with equal values, give no interval"
-        return SaturatingFit(*about, None, None, None, reason, *drawn)
+        return replace(fit, unidentified="one seed, or seeds with equal values, give no interval")
     profile = _Profile(compute, accuracy_RS[:, fitted], accuracy_RS[:, 0], best, least)
     low, high = profile.interval(0)
-    if high - low > MAX_WIDTH or not profile.fits():
-        wide, poor = f"any A from {low:.2f} to {high:.2f} fits", "the accuracies do not follow the curve"
-        reason = wide if high - low > MAX_WIDTH else poor
-        return SaturatingFit(*about, FittedParameter(None, low, high), None, None, reason, *drawn)
-    shape = []
+    fit = replace(fit, asymptote=FittedParameter(None, low, high))
+    if high - low > MAX_WIDTH:
+        return replace(fit, unidentified=f"any A from {low:.2f} to {high:.2f} fits")
+    if not profile.fits():
+        return replace(fit, unidentified="the accuracies do not follow the curve")
+    parameters = [FittedParameter(float(best[0]), low, high)]
     for place, unit in ((1, 1.0), (2, largest)):
-        ends = profile.interval(place)
-        inside = _LIMITS[place, 0] < ends[0] and ends[1] < _LIMITS[place, 1]
-        value, *limits = (unit * float(np.exp(end)) for end in (best[place], *ends))
-        shape.append(FittedParameter(value, *(limits if inside else (None, None))))
-    return SaturatingFit(*about, FittedParameter(float(best[0]), low, high), *shape, "", *drawn)
+        low, high = profile.interval(place)
+        if low == _LIMITS[place, 0] or high == _LIMITS[place, 1]:
+            low = high = np.nan
+        parameters.append(FittedParameter(*(unit * float(np.exp(log)) for log in (best[place], low, high))))
+    asymptote, exponent, midpoint = parameters
+    return replace(fit, asymptote=asymptote, exponent=exponent, midpoint=midpoint)
 
 
 def _curve_and_slopes(parameters: Floats, compute_S: Floats, initial: float) -> tuple[Floats, Floats]:
@@ -160,16 +151,13 @@ def best_fit(
 
     The search starts from the best point of a grid, with the best A for each B and C_mid.
     """
-    grid = [
-        [value] if place == fixed else np.linspace(*_LIMITS[place], count)
-        for place, count in ((1, 9), (2, 17))
-    ]
-    starts = np.array([(1.0, *point) for point in np.stack(np.meshgrid(*grid), axis=-1).reshape(-1, 2)])
+    logs = [np.linspace(low, high, count) for (low, high), count in zip(_LIMITS[1:], (9, 17), strict=True)]
+    starts = np.array([(1.0, *point) for point in product(*logs)])
+    if fixed is not None:
+        starts[:, fixed] = value if fixed else 1.0
     shares_KS = np.array([_curve_and_slopes(start, compute_S, 0.0)[0] for start in starts])
-    rises_K = np.clip(
-        shares_KS @ (mean_S - initial) / np.square(shares_KS).sum(axis=1), -initial, 1 - initial
-    )
-    starts[:, 0] = value if fixed == 0 else initial + rises_K
+    rises_K = shares_KS @ (mean_S - initial) / np.square(shares_KS).sum(axis=1)
+    starts[:, 0] = value if fixed == 0 else np.clip(initial + rises_K, 0.0, 1.0)
     curves_KS = initial + (starts[:, :1] - initial) * shares_KS
     start = starts[np.square(curves_KS - mean_S).sum(axis=1).argmin()]
     free = [place for place in range(3) if place != fixed]

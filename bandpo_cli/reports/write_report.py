@@ -18,10 +18,10 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bandpo_cli.errors import UserError, plural
+from bandpo_cli.evaluation.verdicts import MARGIN, check_margin
 from bandpo_cli.reports.compare_variants import (
     SPREAD,
     Metric,
-    PairedTest,
     Report,
     Variant,
     VariantDifference,
@@ -31,7 +31,7 @@ from bandpo_cli.reports.compare_variants import (
 )
 from bandpo_cli.reports.report_plots import MAX_VARIANTS_PLOTTED, plot_all
 from bandpo_cli.reports.report_record import describe_methods, record_runs
-from bandpo_cli.reports.run_tables import common_sets, entropy_at_equal_accuracy, read_runs
+from bandpo_cli.reports.run_tables import RunTables, common_sets, entropy_at_equal_accuracy, read_runs
 from bandpo_cli.reports.run_variants import (
     MAX_LISTED,
     Selection,
@@ -45,6 +45,12 @@ from bandpo_cli.storage.files import write_json, write_text
 from bandpo_cli.storage.run_record import describe_environment
 from bandpo_cli.storage.sweep_folder import check_baseline
 
+DIFFERENCES_CAPTION = (
+    "Variant minus baseline over common seeds, with the 95% interval and the p-value of the paired t-test, and the "
+    "p-value adjusted over the variants of the metric (Holm). Detectable: the smallest difference that this number of "
+    "seeds shows with a probability of 80%, from the observed spread. More seeds: with this number of further seeds, a "
+    "difference of the margin, or its absence, would be shown with a probability of 80%"
+)
 LEADERBOARD_CAPTION = (
     "Mean over seeds; below it the 95% interval over seeds (Student's t, within the limits of the metric), for two or "
     "more seeds with different values"
@@ -52,8 +58,8 @@ LEADERBOARD_CAPTION = (
 
 FIT_CAPTION = (
     "The curve R0 + (A − R0) / (1 + (C_mid/C)^B) (arXiv 2510.13786) was fitted to the held-out accuracies after "
-    "the first tenth of the compute C, by least squares; R0 is the initial accuracy. Intervals are 95% intervals over "
-    "seeds, by a bootstrap. A has a value if its interval is at most 0.1 wide. Hold-out errors: the last third of the "
+    "the first tenth of the compute C, by least squares; R0 is the initial accuracy. Intervals are 95% profile "
+    "intervals over seeds. A has a value if its interval is at most 0.1 wide. Hold-out errors: the last third of the "
     "evaluations, predicted from the first two thirds by the fit, and by holding the last accuracy"
 )
 FIT_HEADINGS = (
@@ -74,26 +80,29 @@ CAPTIONS = {
 }
 """Captions of the plots by file name without suffix, in the order of the report."""
 
-_MAX_NAMED = 3  # variants that the finding names in each direction
+_MAX_NAMED = 3  # variants that the finding names for each verdict
 
 _EVALUATION_KEYS = ("task", "evaluation.problems", "evaluation.temperature", "model.prompts")
 """Settings and sections whose values make the accuracies of two runs incomparable."""
 
 
-def write_report(selection: Selection, out: Path, fit: bool = False) -> Report:
+def write_report(selection: Selection, out: Path, margin: float = MARGIN, fit: bool = False) -> Report:
     """Compare the variants of a selection and write the files of the report into `out`.
 
     All results are computed from the run folders. Runs that are failed, unfinished or damaged are excluded and listed
     with the reason. The notes of the selection come before those of the report.
 
     Args:
+        margin: margin of equivalence, in units of accuracy.
         fit: fit a saturating curve to the accuracies of each variant.
 
     Raises:
+        ConfigError: the margin is not between 0 and 1.
         UserError: all runs are excluded, two runs of a variant have the same seed, the runs share no evaluation set,
             the baseline is not a variant, the plan of the sweep is damaged, no variant has enough
             evaluations for a fit, or `out` cannot be written to.
     """
+    check_margin(margin)
     baseline, tuning = selection.baseline, read_tuning(selection.sweep)
     check_baseline(baseline, [run.variant for run in selection.runs if run.variant])
     start = common_start(selection.runs)
@@ -111,7 +120,7 @@ def write_report(selection: Selection, out: Path, fit: bool = False) -> Report:
     variants = evaluate_variants(tables, metrics)
     names = [variant.name for variant in variants]
     compared = baseline if baseline in names else None
-    differences = [] if compared is None else compare_variants(names, compared, tables.runs, metrics)
+    differences = [] if compared is None else compare_variants(names, compared, tables.runs, metrics, margin)
     notes = [*selection.notes, *_notes(variants, sets, tables.runs, baseline, start), *equal.notes]
     notes += [] if tuning is None else tuning.notes_on_range()
     if len(names) > MAX_VARIANTS_PLOTTED:
@@ -138,8 +147,16 @@ def write_report(selection: Selection, out: Path, fit: bool = False) -> Report:
         settings=shared,
         runs=runs,
         environment=describe_environment(),
-        methods=describe_methods(shared, runs, sets, _statistics(compared, differences, fits, tuning)),
+        methods=describe_methods(
+            shared, runs, sets, _statistics(compared, differences, fits, tuning, margin)
+        ),
+        margin=margin,
     )
+    return _write_files(report, tables, out)
+
+
+def _write_files(report: Report, tables: RunTables, out: Path) -> Report:
+    """Write the files of a report into `out`, and return the report with their paths."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         beside = out if out.is_dir() else out.parent
@@ -195,24 +212,30 @@ def _finding(
         value = f"{metric.text(best.metrics[metric.key].mean)} ({plural(len(best.seeds), 'seed')})"
         return f"{best.name} has the highest {metric.name}, {value}; no difference is tested."
     tested.sort(key=lambda row: -abs(row[1].change.mean))
-
-    def evidence(pair: PairedTest, p_holm: float) -> str:
+    groups: dict[str, list[str]] = {}
+    for item, pair, p_holm in tested:
         p = ("" if p_holm == pair.p else "Holm-adjusted ") + f"p = {p_text(p_holm)}".replace("= <", "<")
         interval = f"95% interval {metric.interval(pair.change, sign=True)} over {pair.change.n} seeds"
-        return f"{metric.text(pair.change.mean, sign=True)}, {interval}, {p}"
+        evidence = f"{metric.text(pair.change.mean, sign=True)}, {interval}, {p}"
+        name, _, further = item.verdict.partition(": ")
+        if name == "undecided" and item.detectable is not None:
+            further = f"; about {further} would decide" if further else ""
+            evidence += f"; {metric.text(item.detectable)} could have been shown{further}"
+        groups.setdefault(name, []).append(f"{item.variant} ({evidence})")
 
-    directions = []
-    for word in ("higher", "lower"):
-        group = [f"{item.variant} ({evidence(pair, p)})" for item, pair, p in tested if item.verdict == word]
-        texts = group[:_MAX_NAMED]
-        texts += [plural(len(group) - _MAX_NAMED, "more variant")] if len(group) > _MAX_NAMED else []
-        if texts:
-            directions.append(f"{word} for {' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}")
-    if directions:
-        return f"Against {baseline}, final {metric.name} is {' and '.join(directions)}."
-    none = f"No variant differs significantly from {baseline} in final {metric.name}"
-    largest, pair, p_holm = tested[0]
-    return f"{none}; the largest difference has {largest.variant}: {evidence(pair, p_holm)}."
+    def listed(names: Sequence[str]) -> str:
+        texts = [*names[:_MAX_NAMED]]
+        texts += [plural(len(names) - _MAX_NAMED, "more variant")] if len(names) > _MAX_NAMED else []
+        return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+
+    undecided = groups.pop("undecided", [])
+    clauses = [
+        f"{name} for {listed(groups[name])}"
+        for name in sorted(groups, key=lambda name: (name.startswith("equivalent"), name))
+    ]
+    clauses = [f"is {' and '.join(clauses)}"] if clauses else []
+    clauses += [f"is undecided for {listed(undecided)}"] if undecided else []
+    return f"Against {baseline}, final {metric.name} {', and '.join(clauses)}."
 
 
 def _notes(
@@ -244,13 +267,14 @@ def _notes(
 def _statistics(
     baseline: str | None,
     differences: Sequence[VariantDifference],
-    fits: Sequence[object],
+    fits: Sequence[SaturatingFit],
     tuning: Tuning | None,
+    margin: float,
 ) -> str:
     """Return the sentences of the methods on intervals, tests and fits."""
     tests = (
         f"Variants were compared with {baseline} over common seeds by paired t-tests, with p-values adjusted over the "
-        "variants of a metric by Holm's method"
+        f"variants of a metric by Holm's method; equivalence within ±{margin:g} of accuracy, by two one-sided t-tests"
     )
     sentences = ["Metrics are means over seeds with 95% intervals of Student's t"]
     sentences += [tests] if differences else []
@@ -265,9 +289,10 @@ def fit_cells(fit: SaturatingFit) -> list[str]:
     def parameter(fitted: FittedParameter | None, pattern: str) -> str:
         if fitted is None or fitted.value is None:
             return "–"
-        ends = (fitted.low, fitted.high)
-        interval = "" if None in ends else f" ({' – '.join(format(end, pattern) for end in ends)})"
-        return f"{fitted.value:{pattern}}{interval}"
+        has_interval = fitted.low <= fitted.high  # the ends may be NaN
+        return f"{fitted.value:{pattern}}" + (
+            f" ({fitted.low:{pattern}} – {fitted.high:{pattern}})" if has_interval else ""
+        )
 
     asymptote = f"not identified: {fit.unidentified}" if fit.unidentified else parameter(fit.asymptote, ".3f")
     names = ("rmse", "naive_rmse", "final", "naive_final")
@@ -305,13 +330,15 @@ def short_range_text(metric: Metric, variant: Variant) -> str:
     return "–".join(f"{end:g}" if end in metric.limits else metric.text(end) for end in ends)
 
 
-def difference_cells(metric: Metric, pair: PairedTest | None, p_holm: float | None) -> list[str]:
-    """Return the cells of a difference: mean, interval, seeds, seeds higher and lower, p-value, adjusted p-value."""
+def difference_cells(metric: Metric, difference: VariantDifference) -> list[str]:
+    """Return the cells of a difference: mean, interval, seeds, seeds higher and lower, p-values, detectable size."""
+    pair, detectable = difference.paired, difference.detectable
     if pair is None:
-        return ["–", "", "0", "", "", ""]
-    change, ps = pair.change, ("" if p is None else p_text(p) for p in (pair.p, p_holm))
+        return ["–", "", "0", "", "", "", ""]
+    change, ps = pair.change, ("" if p is None else p_text(p) for p in (pair.p, difference.p_holm))
     texts = metric.text(change.mean, sign=True), metric.interval(change, sign=True)
-    return [*texts, str(change.n), f"{pair.higher} / {pair.lower}", *ps]
+    shown = "" if detectable is None else metric.text(detectable)
+    return [*texts, str(change.n), f"{pair.higher} / {pair.lower}", *ps, shown]
 
 
 def p_text(p: float) -> str:

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from logging.handlers import BufferingHandler
 from multiprocessing import reduction
@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.errors import EngineMemoryError, RunError, UserError, find_out_of_memory, first_line
-from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.models.load import load_policy
 from bandpo_cli.sampling.sampler import (
     EngineModel,
     Sampler,
@@ -31,7 +31,6 @@ from bandpo_cli.sampling.sampler import (
     StaleEngineError,
     Weights,
     build_sampler,
-    engine_model,
     error_text,
 )
 
@@ -60,7 +59,6 @@ class EngineServer:
     _slots: torch.Tensor
     _device: torch.device
     _sampler: Sampler
-    _policy: Policy | None = None
     _is_current = False
     _has_sampled = False
 
@@ -114,26 +112,19 @@ class EngineServer:
         torch.set_num_threads(threads)
         if deterministic:
             torch.use_deterministic_algorithms(True)
-        if isinstance(model, ModelConfig):
-            # Its parameters require gradients, as the trainer's do: on a CPU the last bits of log-probs depend on that.
-            self._policy = load_policy(model, for_training=False)
-            model = engine_model(self._policy.model)
-        self._device = model.device
-        config = RunConfig().model_copy(update={"sampling": sampling})
-        self._sampler = build_sampler(config, self._policy or model)
+        # Its parameters require gradients, as the trainer's do: on a CPU the last bits of log-probs depend on that.
+        policy = load_policy(model, for_training=False) if isinstance(model, ModelConfig) else model
+        self._device = policy.device
+        self._sampler = build_sampler(RunConfig().model_copy(update={"sampling": sampling}), policy)
 
     def sync(self, version: int) -> None:
         """Receive all weights of the policy and load them into the engine, one at a time."""
         self._is_current = False
         weights = receive_weights(self._pipe, self._slots)
+        # vLLM keeps the tensors of a layer until it has all of them, longer than they are valid.
+        copies = ((name, tensor.to(self._device, copy=True)) for name, tensor in weights)
         try:
-            if self._policy is not None:
-                _copy(weights, dict(self._policy.model.named_parameters()), version)
-                self._sampler.sync(self._policy.model, version)
-            else:
-                # vLLM keeps the tensors of a layer until it has all of them, longer than they are valid.
-                copies = ((name, tensor.to(self._device, copy=True)) for name, tensor in weights)
-                self._sampler.load(copies, version)
+            self._sampler.load(copies, version)
         finally:
             deque(weights, maxlen=0)  # the trainer sends all of them in any case
         self._is_current = True
@@ -170,24 +161,6 @@ def serve(descriptor: int) -> None:
     EngineServer(Connection(descriptor)).serve()
     # Without the interpreter's shutdown, which waits for threads of the engine.
     os._exit(0)
-
-
-@torch.no_grad()
-def _copy(weights: Weights, parameters: Mapping[str, torch.Tensor], version: int) -> None:
-    """Copy each weight into the parameter of its name; raise StaleEngineError unless all are those of the model."""
-    missing, of_version = dict(parameters), f"version {version} of the weights"
-    for name, tensor in weights:
-        parameter = missing.pop(name, None)
-        if parameter is None or (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
-            raise StaleEngineError(
-                f"the engine process cannot load {of_version}: its model has no parameter {name} of shape "
-                f"{[*tensor.shape]} and dtype {tensor.dtype}"
-            )
-        parameter.copy_(tensor)
-    for name in missing:
-        raise StaleEngineError(
-            f"the engine process received {of_version} only in part: {name} is missing ({len(missing)} in total)"
-        )
 
 
 def send_slots(pipe: Connection, size: int, gpu: torch.device | None = None) -> torch.Tensor:

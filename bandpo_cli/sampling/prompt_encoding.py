@@ -17,10 +17,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask, TaskSettings
-from bandpo_cli.datasets import TEMPLATES
 from bandpo_cli.errors import ConfigError, nearest, plural
 from bandpo_cli.grading.tools import tool_schemas
 from bandpo_cli.models.load import Policy
+from bandpo_cli.registries import TEMPLATES
 from bandpo_cli.tasks.task import build_prompt, without_spaces
 from bandpo_cli.types import Message, Problem
 
@@ -57,7 +57,6 @@ class PromptEncoder:
         """Set how chat messages are converted to text.
 
         Args:
-            tokenizer: the model's tokenizer.
             prompts: `chat` applies the tokenizer's chat template, `raw` joins the messages with blank lines, `auto`
                 applies the template if the tokenizer has one.
             arguments: further arguments of the template (`model.chat_template_kwargs`), and the schemas of `tools`.
@@ -152,8 +151,7 @@ class PromptEncoder:
         """Return the tokens between the end token of the assistant's turn and its next turn, with `messages` in them.
 
         The end of the template's text of a conversation is tokenized by itself, never the turns before. A special token
-        or a mark of the template inside of a message stays text: a tool cannot end the turn and continue as another
-        role.
+        or a mark of the template in a message stays text: a tool cannot end the turn and continue as another role.
 
         Raises:
             ConfigError: there is no chat template, it refuses the messages, or the model has no embedding for a token.

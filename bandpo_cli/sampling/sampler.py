@@ -1,26 +1,41 @@
-"""Sampler interface: prompts as token ids in, completions as token ids out. All engines implement it."""
+"""Sampler interface: prompts as token ids in, completions as token ids out; and the engine that every machine has.
+
+`TransformersSampler` samples with the trainer's own model: it always has the policy's current weights and needs no
+second copy.
+"""
 
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from array import array
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.sampling import check_engine, is_installed, resolve_engine
-from bandpo_cli.errors import RunError, UserError, first_line
-from bandpo_cli.models.load import Policy, is_on_cuda, read_config
-from bandpo_cli.models.weights import forward_dtype, model_class
+from bandpo_cli.config.sampling import SamplingConfig, check_engine, is_installed, resolve_engine
+from bandpo_cli.errors import RunError, first_line
+from bandpo_cli.models.attention import growing_cache
+from bandpo_cli.models.load import Policy
+from bandpo_cli.models.weights import forward_dtype, model_class, unsharded
+from bandpo_cli.processes.watch import progress
 from bandpo_cli.registries import ENGINES, load_attribute
-from bandpo_cli.types import Completion
+from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason
 
 TokenIds = Sequence[int]
 Weights = Iterable[tuple[str, torch.Tensor]]
 """Tensors under their names in a checkpoint."""
+
+KEPT_UNTIL = 0.9
+"""Ended completions are removed from the batch when at most this share of it is running."""
+DRAWN_STEPS = 64
+"""Tokens of a completion for which random numbers are drawn at a time."""
 
 log = logging.getLogger("bandpo_cli")
 
@@ -75,8 +90,8 @@ class Sampler(ABC):
 
     Attributes:
         shares_weights: the engine runs the trainer's own model; see `is_exact` for its log-probs.
-        streams: the engine samples several requests at the same time. The turns of a conversation are then requests of
-            their own, and none waits for another; otherwise those of several conversations are one request.
+        streams: the engine samples several requests at the same time. The turns of a conversation are then requests
+            of their own, and none waits for another.
     """
 
     shares_weights = False
@@ -89,13 +104,12 @@ class Sampler(ABC):
         """Yield the number of each request, from 0, and its completions [P][n].
 
         The completions are the same for the same weights, prompts, seeds, parameters and machine, so that prompts can
-        be distributed over several requests and processes. The sampler takes requests as it has room for them. Closing
-        the generator drops the unfinished ones.
+        be distributed over several requests and processes. Closing the generator drops the unfinished ones.
 
         Args:
-            requests: they may depend on the completions of earlier ones. None stands for no request at present, and
-                does not count: the sampler continues with those that it has.
-            in_order: yield in the order of the requests; otherwise each request may be yielded as soon as it has ended.
+            requests: taken as the sampler has room for them; they may depend on the completions of earlier ones. None
+                stands for no request at present, and does not count: the sampler continues with those that it has.
+            in_order: yield in the order of the requests; otherwise each request as soon as it has ended.
 
         Raises:
             UserError: the engine does not support a prompt or the parameters.
@@ -120,17 +134,13 @@ class Sampler(ABC):
         """
 
     def load(self, weights: Weights, version: int) -> None:
-        """Load all weights without the policy; errors as in `sync`.
-
-        Only an engine with weights of its own has the method. The caller checks what the engine then samples.
-        """
+        """Load all weights in an engine process, whose trainer checks the engine's samples; errors as in `sync`."""
         raise NotImplementedError
 
     def sleep(self) -> int:
         """Release accelerator memory to the trainer if the engine supports it; the next `sync` wakes the engine.
 
-        Returns:
-            Bytes of this process that were released and that PyTorch still counts as allocated.
+        Return the bytes of this process that were released and that PyTorch still counts as allocated.
         """
         return 0
 
@@ -179,30 +189,8 @@ def is_exact(sampler: Sampler, policy: Policy) -> bool:
     return sampler.shares_weights and forward_dtype(policy.model) == torch.float32
 
 
-def check_model(config: RunConfig) -> None:
-    """Check from the model's config.json that the engine of the settings can run it, before its weights are loaded.
-
-    Raises:
-        UserError: the model is a mixture of experts, which the engine does not run, or its config cannot be read.
-    """
-    engine = resolve_engine(config.sampling.engine, is_on_cuda(config.model))
-    if ENGINES[engine].runs_experts:
-        return
-    text = read_config(config.model).get_text_config()
-    # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
-    experts = [value for key, value in text.to_dict().items() if key.endswith("experts")]
-    if any(isinstance(count, int) and count > 1 for count in experts):
-        raise UserError(
-            f"model.path = {config.model.path!r}: {text.model_type} is a mixture of experts, which the {engine} engine "
-            "cannot load from the trainer; use --sampler transformers"
-        )
-
-
 def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
-    """Return the engine that `sampling.engine` names.
-
-    Args:
-        policy: the policy, or its model for an engine that has no weights until `load`.
+    """Return the engine that `sampling.engine` names; of a model it has no weights until `load`.
 
     Raises:
         ConfigError: the engine is not installed.
@@ -219,3 +207,196 @@ def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
         log.warning("on a GPU the %s engine samples several times slower than %s; %s", engine, name, how)
     sampler: Sampler = load_attribute(ENGINES[engine].build)(config.sampling, policy)
     return sampler
+
+
+class TransformersSampler(Sampler):
+    """Prefills each prompt once, repeats its cache n times, and removes ended completions from the batch."""
+
+    shares_weights = True
+
+    def __init__(self, model: PreTrainedModel, pad_id: int, max_sequences: int = 2048) -> None:
+        """Sample at most `max_sequences` completions at the same time, but at least those of one prompt."""
+        self._model, self._pad_id, self._max_sequences, self._version = model, pad_id, max_sequences, 0
+
+    def sync(self, model: PreTrainedModel, version: int) -> None:
+        """Store the version; the weights are shared with the trainer and need no copy."""
+        self._model, self._version = model, version
+
+    @torch.no_grad()
+    def load(self, weights: Weights, version: int) -> None:
+        """Copy each weight into the parameter of its name; raise StaleEngineError unless all are those of the model."""
+        missing, of_version = dict(self._model.named_parameters()), f"version {version} of the weights"
+        for name, tensor in weights:
+            parameter = missing.pop(name, None)
+            if parameter is None or (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
+                raise StaleEngineError(
+                    f"the engine process cannot load {of_version}: its model has no parameter {name} of shape "
+                    f"{[*tensor.shape]} and dtype {tensor.dtype}"
+                )
+            parameter.copy_(tensor)
+        for name in missing:
+            raise StaleEngineError(
+                f"the engine process received {of_version} only in part: {name} is missing ({len(missing)} in total)"
+            )
+        self._version = version
+
+    def describe(self) -> dict[str, str]:
+        """Return the engine's name."""
+        return {"engine": "transformers"}
+
+    def sample_stream(
+        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
+    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+        """Sample one request after the other; see `Sampler`."""
+        for number, request in enumerate(filter(None, requests)):
+            yield number, self.sample_request(request, params)
+
+    def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
+        """Return the completions [P][n] of a request, at most `max_sequences` of them at a time."""
+        samples, turns_P = request.turns(params)
+        batch_size = max(1, self._max_sequences // samples)
+        groups: list[list[Completion]] = []
+        with unsharded(self._model), float32_logits(self._model), torch.inference_mode():
+            for start in range(0, len(turns_P), batch_size):
+                part = slice(start, start + batch_size)
+                groups += self._sample_batch(request.prompts_P[part], params, samples, turns_P[part])
+        return groups
+
+    def _sample_batch(
+        self, prompts_P: Sequence[TokenIds], params: SamplingParams, n: int, turns_P: Sequence[Turn]
+    ) -> list[list[Completion]]:
+        """Prefill the prompts together, then sample one token of every unfinished completion per step."""
+        device, max_tokens = self._model.device, max(turn.max_tokens for turn in turns_P)
+        limits = torch.tensor([turn.max_tokens for turn in turns_P], device=device).repeat_interleave(n)
+        rows = [torch.tensor(prompt) for prompt in prompts_P]
+        ids = pad_sequence(rows, batch_first=True, padding_value=self._pad_id, padding_side="left").to(device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts_P], device=device)
+        attended = (torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]).long()
+        cache = growing_cache(self._model, ids.shape[1] + max_tokens)
+        logits = self._forward(ids, attended, (attended.cumsum(dim=1) - 1).clamp(min=0), cache)
+        cache.batch_repeat_interleave(n)
+        logits, attended = logits.repeat_interleave(n, dim=0), attended.repeat_interleave(n, dim=0)
+        positions = lengths.repeat_interleave(n)
+
+        total = len(prompts_P) * n
+        tokens = torch.full((total, max_tokens), self._pad_id, device=device)
+        logprobs = torch.zeros(total, max_tokens, device=device)
+        entropies = torch.zeros_like(logprobs) if params.entropy else None
+        counts = limits.clone()
+        stopped = torch.zeros(total, dtype=torch.bool, device=device)
+        stop_ids = torch.tensor(params.stop_ids, device=device)
+        active = torch.arange(total, device=device)
+        running = torch.ones_like(stopped)
+        random = random_numbers([turn.seed for turn in turns_P], n, max_tokens)
+        for step, uniforms in enumerate(random):
+            progress()
+            sampled, sampled_logprobs = sample_tokens(logits, uniforms.to(device)[active], params.temperature)
+            tokens[active, step], logprobs[active, step] = sampled, sampled_logprobs
+            if entropies is not None:
+                all_logprobs = torch.log_softmax(logits, dim=-1)
+                entropies[active, step] = torch.linalg.vecdot(all_logprobs.exp(), all_logprobs).neg_()
+            ends = torch.isin(sampled, stop_ids) & running
+            counts[active[ends]], stopped[active[ends]] = step + 1, True
+            running &= ~ends & (limits[active] > step + 1)
+            left = int(running.sum())
+            if not left:
+                break
+            # A removal copies the cache. Ended completions stay until they are a part of the batch that is worth it;
+            # their further tokens are beyond their counts.
+            if left <= KEPT_UNTIL * len(active):
+                continuing = running.nonzero().squeeze(1)
+                cache.batch_select_indices(continuing)
+                active, sampled, attended = active[continuing], sampled[continuing], attended[continuing]
+                running = running[continuing]
+            attended = torch.cat([attended, attended.new_ones(len(active), 1)], dim=1)
+            logits = self._forward(sampled[:, None], attended, (positions[active] + step)[:, None], cache)
+        columns = [tokens.int(), logprobs, tokens[:, :0] if entropies is None else entropies]
+        kinds, flat = (TOKEN_TYPE, FLOAT_TYPE, FLOAT_TYPE), []
+        values = zip(*(column.cpu().numpy() for column in columns), strict=True)
+        for rows_of_one, count, stop in zip(values, counts.tolist(), stopped.tolist(), strict=True):
+            pairs = zip(kinds, rows_of_one, strict=True)
+            of_tokens, of_logprobs, of_entropies = (array(kind, row[:count].tobytes()) for kind, row in pairs)
+            reason: FinishReason = "stop" if stop else "length"
+            flat.append(Completion(of_tokens, of_logprobs, reason, self._version, of_entropies))
+        return [flat[i : i + n] for i in range(0, total, n)]
+
+    def _forward(
+        self, ids: torch.Tensor, attended: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
+    ) -> torch.Tensor:
+        """Run the model on new tokens and return the logits after the last one, float32 [B, V]."""
+        output = self._model(
+            input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True,
+            logits_to_keep=1,
+        )  # fmt: skip
+        return torch.as_tensor(output.logits[:, -1].float())
+
+
+@contextmanager
+def float32_logits(model: PreTrainedModel) -> Iterator[None]:
+    """Make the output layer of a model in lower precision return float32 logits within the block.
+
+    `models.logprobs` computes them so too. A logit from 16 to 32 is a multiple of 1/8 in bfloat16, and the log-probs of
+    sampler and trainer would differ by as much.
+    """
+    head = model.get_output_embeddings()
+    if head is None or head.weight.dtype == torch.float32:
+        yield
+        return
+    # On a CPU torch has no product of low-precision factors with a float32 result.
+    on_cpu, weight = head.weight.device.type == "cpu", head.weight.detach()
+    weight = weight.float() if on_cpu else weight
+    options: Any = {} if on_cpu else {"out_dtype": torch.float32}
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = torch.mm(hidden.flatten(0, -2).to(weight.dtype), weight.t(), **options)
+        if head.bias is not None:
+            logits += head.bias
+        return logits.view(*hidden.shape[:-1], len(weight))
+
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def build_transformers_sampler(config: SamplingConfig, policy: Policy) -> Sampler:
+    """Return the sampler that runs the trainer's own model."""
+    return TransformersSampler(policy.model, policy.pad_id, config.max_sequences)
+
+
+def random_numbers(seeds_P: Sequence[int], samples: int, max_tokens: int) -> Iterator[torch.Tensor]:
+    """Yield the random numbers of the next token of n completions of each of P prompts, [P·n] float64 in [0, 1).
+
+    Those of a prompt depend on its seed alone, and every completion has one per token, also after its end: a
+    completion depends neither on the other prompts of a batch nor on when other completions end.
+    """
+    generators = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds_P]
+    for start in range(0, max_tokens, DRAWN_STEPS):
+        shape = min(DRAWN_STEPS, max_tokens - start), samples
+        drawn = np.stack([generator.random(shape) for generator in generators], axis=1)
+        yield from torch.from_numpy(drawn).flatten(1)
+
+
+def sample_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token per row by inverting the cumulative distribution.
+
+    Args:
+        logits: [B, V] float32; divided by `temperature`. At 0 the most likely token is chosen, with its log-prob at 1.
+        uniforms: [B] float64 random numbers in [0, 1), one per row.
+
+    Returns:
+        (tokens [B] int64, their log-probs [B] float32 at this temperature, in nats).
+    """
+    if temperature == 0:
+        best = torch.log_softmax(logits, dim=-1).max(dim=-1)
+        return best.indices, best.values
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    cumulative = logprobs.double().exp().cumsum(dim=-1)
+    # Scaled by the last entry instead of 1, so that rounding leaves no point beyond the end. `right=True` skips tokens
+    # of probability 0.
+    points = uniforms[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, points, right=True).clamp(max=logits.shape[-1] - 1)
+    return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)

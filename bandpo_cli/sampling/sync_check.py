@@ -1,8 +1,5 @@
 """Check after a weight sync: the engine's log-probs of a few tokens that it samples, against the trainer's.
 
-The engines load the weights: `TransformersSampler.sync` shares them, `VllmSampler.load` sends them to `PolicyWorker`,
-and `EngineProcess.sync` sends them to another process.
-
 The tokens are samples of the policy, so that rounding moves their log-probs as little as those of training's tokens;
 `benchmarks/sync_noise.py` measures how much that is. Each of several ranks checks its own engine, and the largest gap
 decides: all ranks run the same number of probes, because a pass of a sharded model needs all of them.
@@ -17,8 +14,13 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import forward_dtype
-from bandpo_cli.sampling.sampler import Sampler, SamplingParams, StaleEngineError, TokenIds
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.sampler import (
+    Sampler,
+    SamplingParams,
+    StaleEngineError,
+    TokenIds,
+    TransformersSampler,
+)
 from bandpo_cli.types import Completion
 
 SAMPLES, COMPLETION_TOKENS = 4, 8
@@ -55,8 +57,7 @@ class SyncCheck:
     sync that does not clear the cache is noticed. Before the first rollout the policy itself samples the prompt.
 
     Attributes:
-        gap: mean absolute difference of the log-probs in nats, of the latest attempt, and of the rank where it is
-            largest; NaN before the first.
+        gap: mean absolute difference of the log-probs in nats, of the latest attempt and the rank where it is largest.
     """
 
     gap = math.nan

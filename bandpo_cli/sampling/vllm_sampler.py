@@ -140,9 +140,7 @@ class VllmSampler(Sampler):
                 for number, ids in [*waiting.items()]:
                     if all(item in outputs for item in ids):
                         ended, _ = [outputs.pop(item) for item in waiting.pop(number)], sizes.pop(number)
-                        groups = [
-                            [_completion(item, self._version) for item in prompt.outputs] for prompt in ended
-                        ]
+                        groups = [[_completion(one, self._version) for one in item.outputs] for item in ended]
                         if groups:
                             self.check.observe(ended[0].prompt_token_ids, groups[0][0])
                         yield number, groups
@@ -201,7 +199,7 @@ class VllmSampler(Sampler):
         """Load the weights, clear the cache of the old ones, and check them; see `Sampler`.
 
         The check is complete where `SyncCheck.scheduled` says so, and after sleep: it compares tensors, and with the
-        policy's model also log-probs. The other syncs check that all weights were loaded, and the version.
+        policy's model also log-probs. Every sync checks that all weights were loaded, and the version.
         """
         with self.check.scheduled(always=self._asleep) as is_complete:
             compared = ComparedWeights(weights, self._settings.tensor_parallel)
@@ -309,10 +307,8 @@ def _start(config: SamplingConfig, model: EngineModel, ranks: Ranks, sleeps: boo
             raise
         text, fraction = error_text(error), config.vllm.memory_fraction or UNESTIMATED_FRACTION
         if "memory" in text.lower():  # the names that vLLM uses in its errors about memory
-            names = (
-                f"gpu_memory_utilization is sampling.vllm.memory_fraction = {fraction:g}, max_model_len is"
-            )
-            text += f" ({names} sampling.max_prompt_tokens + sampling.max_tokens)"
+            share = f"gpu_memory_utilization is sampling.vllm.memory_fraction = {fraction:g}"
+            text += f" ({share}, max_model_len is sampling.max_prompt_tokens + sampling.max_tokens)"
         raise UserError(f"sampling.engine = 'vllm': the engine did not start: {text}") from error
 
 

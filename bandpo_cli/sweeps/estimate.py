@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.config.layers import read_yaml, to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import UserError
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object, user_path
+from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import SUMMARY_FILE, read_summary
 from bandpo_cli.storage.sweep_folder import find_runs

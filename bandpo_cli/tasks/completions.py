@@ -17,9 +17,16 @@ from pydantic import BaseModel, BeforeValidator, Field, FiniteFloat, ValidationE
 from bandpo_cli.config.task import Label, Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import is_custom_grader
-from bandpo_cli.tasks.fields import find_fields, read_question, replace_surrogates, to_json_value, value_at
 from bandpo_cli.tasks.question_answers import SAMPLE_ROWS, grader_columns
-from bandpo_cli.tasks.rows import read_file, source_label
+from bandpo_cli.tasks.rows import (
+    find_fields,
+    read_file,
+    read_question,
+    replace_surrogates,
+    source_label,
+    to_json_value,
+    value_at,
+)
 from bandpo_cli.tasks.task import text_hash
 from bandpo_cli.types import Problem
 
@@ -58,15 +65,9 @@ _RowReader = Callable[[Mapping[str, Any], str | None, str], _StoredRow]
 def read_completions(path: Path, grader: str | None = None) -> dict[str, list[StoredProblem]]:
     """Read the evaluation sets in a .parquet, .jsonl, .json or .csv file, by label.
 
-    Args:
-        path: A table of this package with one completion per row (`samples.parquet` of an evaluation,
-            `samples/step-000010.parquet` of a run), or rows with a question, an answer and completions (a list of texts
-            or a text).
-        grader: The grader of all problems, instead of the one that the table names (`math` if it names none).
-
-    Raises:
-        ConfigError: If the file cannot be read, lacks a field, or contains values of another type; the message names
-            the row.
+    It is a table of this package with one completion per row, or has rows with a question, an answer and completions (a
+    list of texts or a text). `grader` replaces the one that the table names (`math` if it names none). Raise
+    ConfigError, which names the row, if the file cannot be read, lacks a field, or has values of another type.
     """
     rows = read_file(path)
     first_rows = list(islice(rows, SAMPLE_ROWS))

@@ -3,29 +3,32 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 
 from bandpo_cli.config.task import DataTask, Fields, Source
-from bandpo_cli.datasets import DATA_TASK, TEMPLATES
 from bandpo_cli.errors import ConfigError, nearest, plural
-from bandpo_cli.registries import GRADERS
-from bandpo_cli.tasks.fields import (
+from bandpo_cli.registries import DATA_TASK, GRADERS, TEMPLATES
+from bandpo_cli.tasks.rows import (
     Question,
+    SplitName,
     as_answer,
     as_level,
     clean_text,
     find_fields,
     has_surrogates,
+    hub_id,
+    known_dataset,
     read_question,
+    read_rows,
+    source_label,
     to_json_value,
     value_at,
 )
-from bandpo_cli.tasks.rows import SplitName, hub_id, known_dataset, read_rows, source_label
-from bandpo_cli.tasks.task import bare_question, build_prompt, compatibility_form, hash_order, text_hash
+from bandpo_cli.tasks.task import Task, bare_question, build_prompt, compatibility_form, hash_order, text_hash
 from bandpo_cli.types import Message, Problem, Prompt
 
 SAMPLE_ROWS = 1000
@@ -35,13 +38,13 @@ _PURPOSES = {"train": "training", "heldout": "evaluation"}
 _NO_SETTINGS = DataTask(name=DATA_TASK)
 
 
-class QuestionAnswerTask:
+class QuestionAnswerTask(Task):
     """The task of data sets and files. Each source is read once, when its problems are first requested."""
 
     def __init__(self, config: DataTask) -> None:
         """Raise ConfigError if there are no sources, two sources share a label, or a revision is of no source."""
-        self.name, self._config = config.name, config
-        self._notes: list[str] = []
+        super().__init__(config.name, self._train, self._heldout)
+        self._config = config
         known = hub_ids(config)
         if unknown := next((name for name in config.revisions if name not in known), None):
             raise ConfigError(
@@ -57,18 +60,6 @@ class QuestionAnswerTask:
         if not self._heldout_sources:
             self._check_train_sources()
 
-    def train_problems(self) -> Sequence[Problem]:
-        """Return the training problems; raise ConfigError if a source cannot be used or no problem remains."""
-        return self._train
-
-    def heldout_sets(self) -> dict[str, Sequence[Problem]]:
-        """Return the evaluation sets by label; raise ConfigError if a source cannot be used."""
-        return self._heldout_problems
-
-    def notes(self) -> list[str]:
-        """Return lines on what has been read so far, and how many rows were dropped and why."""
-        return list(self._notes)
-
     def _check_train_sources(self) -> None:
         if not self._train_sources:
             raise ConfigError(
@@ -76,12 +67,11 @@ class QuestionAnswerTask:
                 "task.train=FILE, or the name of a known data set"
             )
 
-    @cached_property
-    def _heldout_problems(self) -> dict[str, Sequence[Problem]]:
-        return {label: self._with_prompts(questions) for label, questions in self._heldout.items()}
+    def _heldout(self) -> dict[str, list[Problem]]:
+        return {label: self._with_prompts(questions) for label, questions in self._heldout_questions.items()}
 
     @cached_property
-    def _heldout(self) -> dict[str, list[Problem]]:
+    def _heldout_questions(self) -> dict[str, list[Problem]]:
         """The questions of the evaluation sets by label.
 
         Without a source, they are chosen by a hash of the question alone, so that adding rows moves none.
@@ -97,21 +87,20 @@ class QuestionAnswerTask:
         keys = {key for rank, key in ranked if rank < fraction} or {ranked[0][1]}
         heldout = [question for key, question in keyed if key in keys]
         label = source_label(self._train_sources[0]) if len(self._train_sources) == 1 else "heldout"
-        self._notes.append(
+        self.lines.append(
             f"{label}: {len(heldout):,} of {plural(len(keyed), 'problem')} held out for evaluation "
             f"(heldout_fraction = {fraction:g})"
         )
         return {label: heldout}
 
-    @cached_property
     def _train(self) -> list[Problem]:
         self._check_train_sources()
-        heldout = list(chain.from_iterable(self._heldout.values()))
+        heldout = list(chain.from_iterable(self._heldout_questions.values()))
         keys, ids = {question_key(question.prompt) for question in heldout}, {q.id for q in heldout}
         clean = [question for key, question in self._train_questions if key not in keys]
         shared = len(self._train_questions) - len(clean)
         if shared and self._heldout_sources:
-            self._notes.append(f"train: {plural(shared, 'problem')} dropped, also in an evaluation set")
+            self.lines.append(f"train: {plural(shared, 'problem')} dropped, also in an evaluation set")
         if not clean:
             raise ConfigError(
                 "task.train: every problem is held out for evaluation, so none remains to train on; give more "
@@ -130,15 +119,15 @@ class QuestionAnswerTask:
     def _load(self, source: Source, part: SplitName) -> list[Problem]:
         """Return the questions of a source, and add notes on them."""
         questions, notes = load_questions(source, part, self._config)
-        self._notes += notes
+        self.lines += notes
         template, grader = self._config.template, questions[0].grader
         readable = GRADERS[grader].templates if grader in GRADERS else ()
         if any(not isinstance(question.prompt, str) for question in questions):
-            self._notes.append(
+            self.lines.append(
                 f"{source_label(source)}: has chat messages; task.template and task.system do not apply"
             )
         elif readable and template in TEMPLATES and template not in ("plain", *readable):
-            self._notes.append(
+            self.lines.append(
                 f"{source_label(source)}, {_PURPOSES[part]}: the grader '{grader}' does not read the answers that "
                 f"task.template = '{template}' asks for; use task.template = {' or '.join(readable)}"
             )

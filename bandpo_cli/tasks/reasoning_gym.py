@@ -21,7 +21,7 @@ from typing import Any
 
 from bandpo_cli.config.task import ReasoningGymTask
 from bandpo_cli.errors import ConfigError, describe_exit, first_line, nearest, unknown_choice
-from bandpo_cli.tasks.task import build_prompt, hash_order, text_hash
+from bandpo_cli.tasks.task import Task, build_prompt, hash_order, text_hash
 from bandpo_cli.types import Problem, derive_seed
 
 EXCLUDED = {
@@ -39,13 +39,12 @@ _MAX_ROUNDS = 4
 """Data sets of the requested size that are made in the search for distinct problems."""
 
 
-class ReasoningGym:
+class ReasoningGym(Task):
     """Problems of several generators: a training set that mixes all, and one held-out set of each."""
-
-    name = _GRADER
 
     def __init__(self, config: ReasoningGymTask) -> None:
         """Check the names and the options; raise ConfigError if the library does not have or accept them."""
+        super().__init__(_GRADER, self._train, lambda: self._make("heldout", {}))
         if not config.names:
             raise ConfigError(
                 "task.names: name at least one generator: --task reasoning-gym:NAME; --task reasoning-gym:list prints "
@@ -66,36 +65,21 @@ class ReasoningGym:
         for name, options in config.options.items():
             _check_options(name, options)
         self._config = config
-        self._train: list[Problem] | None = None
-        self._heldout: dict[str, list[Problem]] | None = None
         self._system = _system_message(config.system)
-        self._notes = [f"reasoning-gym {metadata.version('reasoning-gym')}"]
-        self._notes += [
+        self.lines = [f"reasoning-gym {metadata.version('reasoning-gym')}"]
+        self.lines += [
             f"{name}: options without effect, it is not in task.names"
             for name in config.options
             if name not in config.names
         ]
         if "<answer>" not in f"{self._system}{config.template}":
-            self._notes.append(
+            self.lines.append(
                 "task: neither the system message nor the template asks for <answer>...</answer>, and only that is "
                 "scored"
             )
 
-    def train_problems(self) -> Sequence[Problem]:
-        """Return the training problems of all generators, mixed; raise ConfigError if a generator makes none."""
-        if self._train is None:
-            self._train = hash_order(chain.from_iterable(self._make("train", self.heldout_sets()).values()))
-        return self._train
-
-    def heldout_sets(self) -> Mapping[str, Sequence[Problem]]:
-        """Return the held-out problems by generator; raise ConfigError if a generator fails."""
-        if self._heldout is None:
-            self._heldout = self._make("heldout", {})
-        return self._heldout
-
-    def notes(self) -> list[str]:
-        """Return the version of the library and the generators with fewer distinct problems than requested."""
-        return list(self._notes)
+    def _train(self) -> list[Problem]:
+        return hash_order(chain.from_iterable(self._make("train", self.heldout_sets()).values()))
 
     def _make(self, part: str, excluded: Mapping[str, Sequence[Problem]]) -> dict[str, list[Problem]]:
         """Return the problems of one part by generator, without those of `excluded`."""
@@ -116,7 +100,7 @@ class ReasoningGym:
                     "task.heldout_size, or widen its options"
                 )
             if len(entries) < job["size"]:
-                self._notes.append(
+                self.lines.append(
                     f"{name}: only {len(entries):,} different {part} problems of {job['size']:,}"
                 )
             extra = {"generator": name, "options": json.dumps(job["options"])}

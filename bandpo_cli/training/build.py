@@ -13,16 +13,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import UserError, find_out_of_memory, first_line, warn_on_failure
+from bandpo_cli.errors import UserError, find_out_of_memory, warn_on_failure
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, load_reference
-from bandpo_cli.models.weights import ShardError, load_weights, read_shards, saved_shapes
+from bandpo_cli.models.weights import ShardError, load_weights, read_shards, reason_of, saved_shapes
 from bandpo_cli.processes.ranks import SINGLE, Ranks
+from bandpo_cli.sampling.conversations import Conversations
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
-from bandpo_cli.sampling.rollouts import Conversations
+from bandpo_cli.sampling.rollouts import set_up_sampling
 from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler
-from bandpo_cli.sampling.setup import set_up_sampling
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,
     OPTIMIZER,
@@ -46,16 +46,12 @@ class Components:
     Attributes:
         policy: the model being trained, with its tokenizer.
         reference: a frozen copy of the initial policy for the KL penalty; None without `objective.reference_kl`.
-        encoder: converts prompts to tokens.
         stream: the training problems in the order of the run's seed.
         heldout: the problems of each evaluation set, by label.
         grader: the worker processes that grade completions.
         sampler: the sampling engine, with the policy's weights.
-        optimizer: the optimizer of the policy's weights.
         params: sampling parameters of training.
-        ahead: the batch of the next step, where it is sampled before the present step has ended (`sampling.max_lag`); a
-            checkpoint stores it.
-        ranks: the processes that train the policy together, and this one among them.
+        ahead: the batch of the next step, where it was sampled before the present step has ended (`sampling.max_lag`).
         problems_digest: hash of the problems of `stream` and `heldout`.
         notes: messages about the data for the user, one line each.
         conversations: samples the turns of a task with tools or an environment; None for another task.
@@ -125,10 +121,7 @@ class Components:
 
 
 def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Components:
-    """Load the model and build all components from the config.
-
-    Args:
-        ranks: the processes of the run, which are connected and call this together.
+    """Load the model and build all components from the config; all ranks call this together.
 
     Raises:
         UserError: the model or the data cannot be loaded, or a prompt limit leaves no problem.
@@ -214,11 +207,6 @@ def reading_errors(folder: Path) -> Iterator[None]:
         if find_out_of_memory(error):
             raise
         raise UserError(
-            f"{folder}: the checkpoint cannot be loaded: {_reason(error)}; remove {folder / STATE} to resume from the "
-            "previous one"
+            f"{folder}: the checkpoint cannot be loaded: {reason_of(error)}; remove {folder / STATE} to resume from "
+            "the previous one"
         ) from None
-
-
-def _reason(error: Exception) -> str:
-    """Return the system's text of the error, else the first line of its message."""
-    return getattr(error, "strerror", None) or first_line(error, max_chars=500)

@@ -4,9 +4,8 @@ The order at a step with a checkpoint: the state is copied; the step's line is a
 flushes metrics.jsonl, writes and renames the checkpoint, and removes older ones. So a visible checkpoint has its line
 on the disk, and after a kill in between the run resumes from the checkpoint before. One checkpoint is written at a
 time. That of the last step is written without a thread, before the step's line; so are all of them with
-`checkpoint.background=false`, or where there is too little memory for the copy.
-
-With several ranks each has a writer and calls its methods in the same order.
+`checkpoint.background=false`, or where there is too little memory for the copy. Each of several ranks has a writer and
+calls its methods in the same order.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_64
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, SignalExit, first_line
+from bandpo_cli.errors import RunError, SignalExit
 from bandpo_cli.models.load import Policy, save_policy
-from bandpo_cli.models.weights import ShardError, local_tensor, weights_to_save, write_shards
+from bandpo_cli.models.weights import ShardError, local_tensor, reason_of, weights_to_save, write_shards
 from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.processes.watch import Wait
 from bandpo_cli.storage import checkpoints
@@ -83,9 +82,7 @@ class TrainedState:
 
 
 def check_savable(policy: Policy, state: TrainedState, folder: Path) -> None:
-    """Check that the weights can be saved and that the disk has space for the checkpoint `folder`.
-
-    All ranks must call this together; an error on one of them is raised on all.
+    """Check that the weights can be saved and that the disk has space; all ranks must call this together.
 
     Raises:
         NonFiniteError: weights are not finite.
@@ -111,11 +108,10 @@ def write_checkpoint(
 ) -> None:
     """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed to its final name.
 
-    With several ranks, which must call this together, rank 0 writes the model and each rank its shards of the optimizer
-    state. An error on one rank is raised on all.
+    All ranks must call this together: rank 0 writes the model and each rank its shards of the optimizer state. An error
+    on one rank is raised on all. The weights are those of `state`.
 
     Args:
-        policy: the model's configuration and the tokenizer; the weights are those of `state`.
         check: called before each file and within large ones; what it raises gives up the checkpoint.
 
     Raises:
@@ -191,8 +187,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, ShardError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error, max_chars=500)
-        raise RunError(f"{folder}: the checkpoint cannot be written: {reason}") from error
+        raise RunError(f"{folder}: the checkpoint cannot be written: {reason_of(error)}") from error
 
 
 def write_tensors(
@@ -201,7 +196,7 @@ def write_tensors(
     """Write tensors of floating-point types as a safetensors file and return the `file_checksum` of the file.
 
     The bytes are those of `safetensors.torch.save_file`, which writes a file in one call. This function writes and
-    flushes chunks, so that `check`, called before each of them, can give up a file of many GB. A thread hashes them.
+    flushes chunks, so that `check`, called before each of them, can give up a file of many GB.
     """
     ordered = sorted(tensors.items(), key=lambda item: ([*_DTYPES].index(item[1].dtype), item[0]))
     header: dict[str, object] = {}
@@ -221,14 +216,12 @@ def write_tensors(
             for start in range(0, len(data), CHUNK_BYTES):
                 check()
                 chunk = data[start : start + CHUNK_BYTES].data
-                hashing = BackgroundCall("checksum", partial(checksum.update, chunk))
-                hashing.start()
+                checksum.update(chunk)
                 written += file.write(chunk)
                 if written >= CHUNK_BYTES:
                     file.flush()
                     os.fsync(file.fileno())
                     written = 0
-                hashing.finish()
     return checksum.hexdigest()
 
 
@@ -268,14 +261,17 @@ class StateCopy:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the copies to pinned memory are asynchronous
         weights = {name: self._copies.get(_place(item), item) for name, item in state.weights.items()}
-        optimizer = {}
-        for name, item in state.optimizer.items():
-            optimizer[name] = self._copies[_place(local_tensor(item))]
-            if isinstance(item, DTensor):  # this rank's shard becomes a DTensor in host memory
-                mesh, shape, stride = self._mesh or item.device_mesh, item.shape, item.stride()
-                shard = DTensor.from_local(optimizer[name], mesh, item.placements, shape=shape, stride=stride)
-                optimizer[name] = shard
-        return replace(state, weights=weights, optimizer=optimizer)
+        return replace(
+            state, weights=weights, optimizer={k: self._copy_of(v) for k, v in state.optimizer.items()}
+        )
+
+    def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the copy of a tensor; that of this rank's shard of a DTensor is a DTensor in host memory."""
+        copied = self._copies[_place(local_tensor(tensor))]
+        if not isinstance(tensor, DTensor):
+            return copied
+        mesh, shape, stride = self._mesh or tensor.device_mesh, tensor.shape, tensor.stride()
+        return DTensor.from_local(copied, mesh, tensor.placements, shape=shape, stride=stride)
 
 
 def _place(tensor: torch.Tensor) -> Hashable:

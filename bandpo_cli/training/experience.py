@@ -1,13 +1,12 @@
 """Experience: the tokens of one update, with all values that are computed before the step's first update.
 
-With several ranks, every rank holds the values of all N tokens, but its micro-batches are only its part of them.
-
 `old_policy` chooses the source of the values under π_old, the policy before a step's first update. Groups whose
 advantages are all 0 are left out: without a reference model and an entropy bonus they have no gradient. With
-`objective.mask_truncated` a truncated completion has the advantage and the weight 0.
+`objective.mask_truncated` a truncated completion has the advantage and the weight 0. Every rank holds the values of
+all N tokens, but its micro-batches are only its part of them.
 
-Dimensions: P groups of G completions, S = P·G completions, N tokens in total. Per-token tensors are flat, [N], without
-padding, and in the order of the completions. Log-probs and entropies are in nats.
+Dimensions: P groups of G completions, S = P·G completions, N tokens in total. Per-token tensors are flat, [N], in the
+order of the completions. Log-probs and entropies are in nats.
 """
 
 from __future__ import annotations
@@ -34,17 +33,15 @@ from bandpo_cli.models.packing import (
     rows_from_groups,
 )
 from bandpo_cli.objective.advantages import wrong_peers
-from bandpo_cli.objective.importance_correction import importance_weights
-from bandpo_cli.objective.policy_objective import AGGREGATIONS
+from bandpo_cli.objective.policy_objective import AGGREGATIONS, importance_weights
 from bandpo_cli.processes.ranks import Ranks, balanced_owners
 from bandpo_cli.types import Group
 
 
 class MicroBatch(NamedTuple):
-    """Complete completions that go through the model in one pass.
+    """Complete completions that go through the model in one pass: n sampled tokens of s completions.
 
     Attributes:
-        tokens: the model's input, with n sampled tokens of s completions.
         span: [n] int64, index of each sampled token among the N of the update.
         sequences: [s] int64, index of each completion among the S of the update.
     """
@@ -67,7 +64,7 @@ class OldPolicy(NamedTuple):
     Attributes:
         source: of the log-probs that the ratio is taken to.
         measured: the pass that gives the log-probs and entropies by the trainer; None for the values of the sampler.
-        is_exact: the sampler's log-probs are the trainer's, and need no correction; see `sampling.sampler.is_exact`.
+        is_exact: the sampler's log-probs need no correction; see `sampling.sampler.is_exact`.
     """
 
     source: Literal["sampler"] | Pass
@@ -82,8 +79,8 @@ def old_policy(
 
     The ratio is taken to the sampler's log-probs if `objective.old_logprobs` says so, and in later updates if they are
     exact. The first update takes its own even then: its ratios are exactly 1. A method that compares all tokens of an
-    update cannot wait for the pass of the update. A pass that only serves metrics runs with
-    `objective.all_token_metrics`, or as a part of the first update.
+    update cannot wait for that pass. A pass that only serves metrics needs `objective.all_token_metrics`, unless it is
+    a part of the first update.
     """
     if objective.old_logprobs == "sampler" or (sampler_is_exact and not is_first):
         measured: Pass | None = "own pass" if is_first else None
@@ -105,13 +102,10 @@ class Experience(LossBatch):
         micro_batches: the completions of this rank as the model's input; as many on every rank.
         order: [N] int64, index in the update of each token in the order of the ranks and their micro-batches; None with
             one rank, where both orders are the same.
-        sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them.
-        loss: the policy loss of the method.
-        old: the source of the values under π_old. `old_logprobs` are those of the sampler until the source has given
-            them.
+        sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them; also `old_logprobs`, until the
+            source `old` has given other ones.
         trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them; None where it does not.
-        entropy: [N] float32, entropy of π_old at T=1, by the trainer, else as the sampler reported it; None where
-            neither is known.
+        entropy: [N] float32, entropy of π_old at T=1, by the trainer, else by the sampler; None where neither is known.
         left_out: the tokens of the update's other groups, whose advantages are all 0. They do not go through the model
             in the update, but count in the normalisation of the loss and in the metrics that need no ratio.
     """
@@ -155,8 +149,7 @@ class Experience(LossBatch):
     def batch(self, part: MicroBatch, logprobs: torch.Tensor) -> LossBatch:
         """Return the values of the tokens of one of `micro_batches`.
 
-        Args:
-            logprobs: [n] float32, those of the pass of the update, which may be the source of the values under π_old.
+        `logprobs`, [n], are those of the pass of the update, which may be the source of the values under π_old.
         """
         tokens, completions = part.span, part.sequences
         batch = LossBatch(
@@ -184,10 +177,9 @@ class Experience(LossBatch):
         return replace(batch, old_logprobs=logprobs, importance_weights=weights, columns=columns)
 
     def gather(self, ranks: Ranks, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return columns with the values of all ranks, [N] each, in the order of the update.
+        """Return the values of all ranks, [N] each, in the order of the update.
 
-        Args:
-            columns: values of the tokens of `micro_batches`, one after another, of one dtype.
+        `columns` are of one dtype and have the values of the tokens of `micro_batches`, one after another.
         """
         gathered = ranks.concatenate(columns)
         if self.order is None:
@@ -228,11 +220,8 @@ def prepare_updates(
     Args:
         policy: π_old, the policy before the step's first update.
         reference: the reference model, or None without a KL penalty.
-        groups: the P graded groups of the step.
         advantages_PG: [P, G] float32.
-        loss: the method's loss.
-        sampler_is_exact: the sampler's log-probs are the trainer's, so that no correction is needed; see
-            `sampling.sampler.is_exact`.
+        sampler_is_exact: the sampler's log-probs need no correction; see `sampling.sampler.is_exact`.
 
     Raises:
         RunError: a completion has no tokens.

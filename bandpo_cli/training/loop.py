@@ -4,12 +4,9 @@ problems → rollouts → graded groups → advantages → token batches → old
 metrics → weight sync → checkpoint. `train` is a generator, so that a console view, a tracker or a test can observe
 the steps without the loop depending on them.
 
-With several ranks, each of them runs this loop. It samples and grades its share of the problems and runs its share of
-the tokens through the model; everything in between is computed from the groups of all ranks, on every rank, and rank 0
-writes the run folder.
-
-With `sampling.max_lag: 1` the rollouts of the next step are sampled and graded while a step is trained
-(`training.rollout_batches`).
+Several ranks each run this loop. A rank samples and grades its share of the problems and runs its share of the tokens
+through the model; everything in between is computed from the groups of all ranks, and rank 0 writes the run folder.
+With `sampling.max_lag: 1` the rollouts of the next step are sampled while a step is trained (`rollout_batches`).
 
 Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group.
 """
@@ -25,11 +22,9 @@ from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
-from bandpo_cli.grading.pool import (
-    all_calls_failed,
-    grade_components,
-)
+from bandpo_cli.grading.pool import all_calls_failed, grade_components
 from bandpo_cli.methods.loss import policy_loss
+from bandpo_cli.metric_names import TOTAL_SECONDS
 from bandpo_cli.models.load import release_cached_memory
 from bandpo_cli.objective.advantages import estimate_advantages
 from bandpo_cli.sampling.sampler import is_exact
@@ -45,7 +40,7 @@ from bandpo_cli.training.metrics import (
     token_values,
     update_metrics,
 )
-from bandpo_cli.training.performance import PackedWork, StepTimer
+from bandpo_cli.training.performance import PackedWork, RunTotals, StepTimer
 from bandpo_cli.training.rollout_batches import RolloutBatches
 from bandpo_cli.training.update import handle_bad_update, update_policy
 from bandpo_cli.types import Group, Rollout
@@ -64,15 +59,13 @@ def train(
     """Train up to step `config.steps` and write the run folder; yield after each step is on disk.
 
     Step 0 is the evaluation before training. A thread may still be writing the checkpoint of a step when the step is
-    yielded, except the checkpoint of the last step; closing the generator waits for it.
-
-    With several ranks, all of them must iterate together; the reports are the same on each.
+    yielded, except that of the last step; closing the generator waits for it. All ranks must iterate together; the
+    reports are the same on each.
 
     Args:
         watch: called with the name of each phase of a step (`sample`, `grade`, ...) when it starts.
         first: the first step; after a resume, the step after the checkpoint that `components` were loaded from.
-        stop: called between steps; where it returns True on any rank, the state is saved as a checkpoint and the loop
-            ends.
+        stop: called between steps; where it returns True on any rank, the state is saved and the loop ends.
 
     Raises:
         NonFiniteError: a loss, gradient or log-prob is not finite; the weights are those of the last applied update.
@@ -81,13 +74,20 @@ def train(
         RunError: a checkpoint cannot be written.
     """
     policy, optimizer, is_main = components.policy, components.optimizer, components.ranks.is_main
+    reference = None if components.reference is None else components.reference.model
+    # A vLLM engine keeps prompts and turns if it is told to; the trainer's own model computes each request anew.
+    prompt_once = (
+        config.sampling.vllm.prefix_caching if components.sampler.streams else not config.task.functions
+    )
+    totals = RunTotals(components.ranks.on_main(folder.read_metrics))
     with (
         CheckpointWriter(config, components, folder) as writer,
-        PackedWork(policy.model, components.ranks) as work,
+        PackedWork(policy.model, components.ranks, reference, prompt_once) as work,
         RolloutBatches(config, components) as batches,
     ):
+        about = config, components, folder, writer, totals
         if first == 0 and config.evaluation.is_due(0, config.steps):
-            yield _finish_step(config, components, folder, writer, 0, {}, StepTimer(watch), sample=None)
+            yield _finish_step(*about, 0, {}, StepTimer(watch), sample=None)
         for step in range(max(1, first), config.steps + 1):
             writer.check()
             if components.ranks.any(stop()):
@@ -121,14 +121,15 @@ def train(
                 record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | update_metrics(updates)
                 scheduled = config.bounds.scheduled(step, config.steps)
                 record |= {f"bounds/{name}": value for name, value in scheduled.items()}
-                record |= work.metrics(timer, rollouts, trained, released)
+                record |= work.metrics(timer, rollouts, updates.trained, totals, released)
+                last = step if config.stop.budget_reached(record) else config.steps
                 if config.sampling.max_lag:
                     record["sampler/lag"] = float(lag)
                 if is_main:
                     folder.write_samples(step, rollouts.sampled)
-                    if updates.trained and config.evaluation.is_due(step, config.steps):
+                    if updates.trained and config.evaluation.is_due(step, last):
                         folder.write_tokens(step, clip_map_columns(updates))
-                    if is_recorded(config, step):
+                    if is_recorded(config, step, last):
                         tokenizer = components.policy.tokenizer
                         folder.write_token_values(step, token_values(rollouts.sampled, updates, tokenizer))
                 # No values per token are held while the sampler wakes up and samples.
@@ -139,7 +140,7 @@ def train(
                 components.sampler.sync(policy.model, optimizer.update)
             # → evaluation and checkpoint where due → the step's line
             sample = rollouts.groups[0].rollouts_G[0]
-            yield _finish_step(config, components, folder, writer, step, record, timer, sample)
+            yield _finish_step(*about, step, record, timer, sample)
 
 
 def step_advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
@@ -155,21 +156,24 @@ def _finish_step(
     components: Components,
     folder: RunFolder,
     writer: CheckpointWriter,
+    totals: RunTotals,
     step: int,
     record: dict[str, float],
     timer: StepTimer,
     sample: Rollout | None,
 ) -> StepReport:
     """Evaluate and save a checkpoint where due, and write the step's line, which marks the step as complete."""
-    if config.evaluation.is_due(step, config.steps):
+    last = step if config.stop.budget_reached(record) else config.steps
+    if config.evaluation.is_due(step, last):
         with timer.phase("eval"):
             release_cached_memory()
             record = record | _evaluate(config, components, folder, step)
-    save = config.checkpoint.is_due(step, config.steps)
+    save = config.checkpoint.is_due(step, last)
     if save:
         with timer.phase("checkpoint"):
             writer.prepare(step)
     line = {"step": step, **record, **timer.metrics()}
+    line |= totals.add({TOTAL_SECONDS: line["time/step"] - timer.seconds("eval", "checkpoint")})
     if components.ranks.is_main:
         folder.append_metrics(line)
     if save:

@@ -169,10 +169,8 @@ def clip_metrics(
 ) -> dict[str, float]:
     """Return the `clip/` metrics; a bin without tokens has no active fraction.
 
-    Args:
-        state: [N] each.
-        old_logprobs: [N], nats.
-        left_out_logprobs: nats: log π_old of the tokens that have an advantage of 0 and no ratio; not clipped.
+    `old_logprobs` are those of the N tokens of `state`, `left_out_logprobs` those of tokens that have an advantage of 0
+    and no ratio: they count as not clipped.
     """
     all_logprobs = torch.cat([old_logprobs, *left_out_logprobs])
     tokens = max(len(all_logprobs), 1)
@@ -192,14 +190,10 @@ def clip_metrics(
 def gradient_metrics(
     gradient_weights: torch.Tensor, advantages: torch.Tensor, old_logprobs: torch.Tensor
 ) -> dict[str, float]:
-    """Return the `gradient/` metrics of a step's tokens; tokens with an advantage of 0 are left out.
+    """Return the `gradient/` metrics of a step's tokens, from columns [N]; tokens with an advantage of 0 are left out.
 
-    Args:
-        gradient_weights, advantages, old_logprobs: [N] each.
-
-    Returns:
-        The share of tokens with zero gradient, and the mean, smallest and largest weight: of all tokens, and by sign
-        of the advantage and bin of π_old. Empty where every advantage is 0.
+    They are the share of tokens with zero gradient, and the mean, smallest and largest weight: of all tokens, and by
+    sign of the advantage and bin of π_old. Empty where every advantage is 0.
     """
     used = advantages != 0
     if not used.any():
@@ -241,21 +235,18 @@ def clip_map_columns(updates: AppliedUpdates) -> dict[str, NDArray[np.float32]]:
     return {name: column[::stride].cpu().numpy() for name, column in columns.items()}
 
 
-def is_recorded(config: RunConfig, step: int) -> bool:
+def is_recorded(config: RunConfig, step: int, last: int) -> bool:
     """Return whether the values per token of `step` are recorded: of the first, every n-th and the last step."""
     every = config.tracking.tokens_every
-    return every > 0 and (step % every == 0 or step in (1, config.steps))
+    return every > 0 and (step % every == 0 or step in (1, last))
 
 
 def token_values(
     sampled: Sequence[Group], updates: AppliedUpdates, tokenizer: PreTrainedTokenizerBase
 ) -> TokenValues:
-    """Return the values of all tokens that a step has sampled.
+    """Return the values of all tokens that a step has sampled, also of the groups that dynamic sampling dropped.
 
-    Args:
-        sampled: all groups of the step, those that dynamic sampling dropped included; they and the groups of skipped
-            updates have no advantage and no ratio.
-        updates: the applied updates of the step.
+    Those and the groups of skipped updates have no advantage and no ratio.
     """
     completions = [rollout.completion for group in sampled for rollout in group.rollouts_G]
     lengths = np.array([len(completion.token_ids) for completion in completions])

@@ -39,7 +39,7 @@ def lr_factor(update: int, total_updates: int, config: OptimConfig) -> float:
 
 
 class Optimizer:
-    """AdamW over a model's parameters.
+    """AdamW over a model's parameters that require a gradient.
 
     A parameter of a narrower type than float32 has a float32 master copy: the gradient is accumulated in the master
     and AdamW updates it, so that small gradients and steps are not lost to rounding. The model receives the rounded
@@ -52,11 +52,7 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, total_updates: int) -> None:
-        """Create the optimizer over the parameters of `model` that require a gradient.
-
-        Args:
-            total_updates: length of the learning-rate schedule, in updates.
-        """
+        """Create the optimizer; the learning-rate schedule is `total_updates` long."""
         self._config, self._total = config, total_updates
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._masters = {name: _master(parameter) for name, parameter in trained.items()}
@@ -88,11 +84,10 @@ class Optimizer:
         return self._config.lr * lr_factor(self.update, self._total, self._config)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer state of a checkpoint: AdamW's moments and the masters of narrower weights.
+        """Return the optimizer state of a checkpoint, not copied: AdamW's moments and the masters of narrower weights.
 
         The keys are `<parameter>.<moment>` and `<parameter>.master`, for any number of ranks; a parameter that never
-        had a gradient has no moments. The tensors are not copied. Those of a sharded model are DTensors, except the
-        scalars.
+        had a gradient has no moments. Those of a sharded model are DTensors, except the scalars.
         """
         state: dict[str, torch.Tensor] = {}
         for name, master in self._masters.items():
@@ -102,11 +97,7 @@ class Optimizer:
         return state
 
     def empty_state(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
-        """Return tensors to read a saved state into, for `load_state`: masters themselves, and new moments.
-
-        Args:
-            shapes: the shapes of the saved state by its keys; moments other than scalars are sharded as their
-                parameter.
+        """Return tensors for `load_state` to read a saved state of these shapes into: masters, and new moments.
 
         Raises:
             ValueError: the state belongs to a model with other parameters or types.

@@ -1,14 +1,16 @@
 """Performance of a step: seconds per phase (`time/`); throughput, padding, memory, FLOP utilisation (`perf/`).
 
-A hook on the model counts the packed forward passes, so the counts are those of the passes that ran. Comparisons of
-runs leave these metrics out (`metric_names.CLOCK_PREFIXES`).
+The totals of a run (`compute/`, `time/total`) are the sums over its steps, without evaluations and checkpoints. A hook
+on the model counts the packed forward passes, so the counts are those of the passes that ran. Comparisons of runs leave
+the metrics of the clock out (`metric_names.CLOCK_PREFIXES`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -16,11 +18,18 @@ from torch import nn
 from torch.profiler import record_function
 from transformers import PreTrainedModel
 
-from bandpo_cli.metric_names import PROFILER_PREFIX
+from bandpo_cli.metric_names import (
+    FLOPS,
+    PROFILER_PREFIX,
+    SAMPLED_TOKENS,
+    TOTALS,
+    TRAINED_TOKENS,
+)
 from bandpo_cli.models.packing import Packing
 from bandpo_cli.models.weights import forward_dtype
 from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count, silent_ranks
 from bandpo_cli.processes.watch import Wait
+from bandpo_cli.types import Group
 
 if TYPE_CHECKING:
     from bandpo_cli.training.experience import Experience
@@ -87,6 +96,43 @@ class StepTimer:
         return {**self._seconds, "time/step": time.perf_counter() - self._start}
 
 
+class RunTotals:
+    """What a run has taken up to now (`metric_names.TOTALS`), from the last line of its record on.
+
+    A run that an earlier version began has no totals: those of its first steps are not known.
+    """
+
+    def __init__(self, records: Sequence[Mapping[str, Any]]) -> None:
+        last: Mapping[str, Any] = records[-1] if records else dict.fromkeys(TOTALS, 0)
+        self._totals: dict[str, float] = {name: last[name] for name in TOTALS if name in last}
+
+    def add(self, taken: Mapping[str, float]) -> dict[str, float]:
+        """Add what a step, or a part of it, has taken; return the totals."""
+        self._totals = {name: total + taken.get(name, 0) for name, total in self._totals.items()}
+        return {**self._totals}
+
+
+def sampling_rows(groups: Iterable[Group], prompt_once: bool) -> Iterator[tuple[int, ...]]:
+    """Yield the lengths of a prompt, and of what follows it, for each forward pass of sampling; see `Packing.rows`.
+
+    Args:
+        prompt_once: the engine computes a prompt once for its completions, and the turns of a conversation once. It
+            computes the prompt for each completion otherwise, and all earlier turns for each turn.
+    """
+    for group in groups:
+        prompt = len(group.rollouts_G[0].prompt_ids)
+        completions = [rollout.completion for rollout in group.rollouts_G]
+        if prompt_once:
+            yield prompt, *(len(completion.marked_ids) for completion in completions)
+            continue
+        for completion in completions:
+            places = [(0, ()), *completion.inserted, (len(completion.token_ids), ())]
+            before = prompt
+            for (start, inserted), (end, _) in pairwise(places):
+                before += len(inserted)
+                yield before + start, end - start
+
+
 def peak_flops(device_name: str) -> float | None:
     """Return the peak FLOP/s in bfloat16 of a card; None for a card that `PEAK_FLOPS` does not have.
 
@@ -105,7 +151,12 @@ class PackedWork(AbstractContextManager["PackedWork"]):
 
     Two FLOPs per weight and token for the layers, two per weight and predicted token for the output layer, and four
     per layer, head dimension and pair of a token with one that it attends to. (Chowdhery et al. 2022, arXiv:2204.02311,
-    appendix B, but with causal pairs, and a prompt that completions share counts once.)
+    appendix B, but with causal pairs, and a prompt that completions share counts once. Of a mixture of experts, the
+    weights of those that a token passes.)
+
+    Args:
+        reference: a model of its own for the KL penalty, whose passes count too.
+        prompt_once: how sampling counts in `compute/flops`; see `sampling_rows`.
 
     Attributes:
         flops: model FLOPs of the passes: a forward pass once, with its backward pass three times, but twice for weights
@@ -116,23 +167,35 @@ class PackedWork(AbstractContextManager["PackedWork"]):
             of the weights, and for models without attention heads.
     """
 
-    def __init__(self, model: PreTrainedModel, ranks: Ranks = SINGLE) -> None:
-        self._ranks, self._device, self._base_model = ranks, model.device, model.base_model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        ranks: Ranks = SINGLE,
+        reference: PreTrainedModel | None = None,
+        prompt_once: bool = True,
+    ) -> None:
+        self._ranks, self._device, self._prompt_once = ranks, model.device, prompt_once
+        self._models = {model.base_model, model.base_model if reference is None else reference.base_model}
         self.flops, self.positions, self.padding, self._memory = 0.0, 0, 0, 0
         modules, head = model.base_model.modules(), model.get_output_embeddings().weight
         embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
         layers = [
             item for item in model.base_model.parameters() if item.ndim > 1 and id(item) not in embeddings
         ]
-        self._layers, self._head = sum(item.numel() for item in layers), int(head.numel())
-        self._trained_layers = sum(item.numel() for item in layers if item.requires_grad)
-        self._trained_head = self._head if head.requires_grad else 0
         text = model.config.get_text_config()
+        counts = (
+            getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")
+        )
+        experts = next(filter(None, counts), None)
+        active: float = (getattr(text, "num_experts_per_tok", None) or experts or 1) / (experts or 1)
+        sizes = [item.numel() * (active if item.ndim == 3 else 1) for item in layers]  # [experts, out, in]
+        self._layers, self._head = sum(sizes), int(head.numel())
+        self._trained_layers = sum(compress(sizes, (item.requires_grad for item in layers)))
+        self._trained_head = self._head if head.requires_grad else 0
         heads = getattr(text, "num_attention_heads", 0)
         head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
         self._per_pair = 4 * text.num_hidden_layers * heads * head_dim
-        experts = ("num_experts", "num_local_experts", "n_routed_experts")
-        is_known = heads and not any(getattr(text, name, None) for name in experts)
+        is_known = heads and not experts
         in_16_bits = forward_dtype(model) in (torch.bfloat16, torch.float16)
         self.peak = None
         if self._device.type == "cuda" and is_known and in_16_bits:
@@ -140,12 +203,13 @@ class PackedWork(AbstractContextManager["PackedWork"]):
 
     def __enter__(self) -> Self:
         """Count the passes from here on."""
-        self._hook = self._base_model.register_forward_hook(self._add, with_kwargs=True)
+        self._hooks = [model.register_forward_hook(self._add, with_kwargs=True) for model in self._models]
         return self
 
     def __exit__(self, *_: object) -> None:
         """Count no further passes."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _add(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object
@@ -153,23 +217,29 @@ class PackedWork(AbstractContextManager["PackedWork"]):
         """Count a forward pass if it is packed; a forward hook."""
         if not isinstance(packing := kwargs.get("packing"), Packing):
             return
-        tokens, predicted, pairs = 0, 0, 0
-        for prompt, *completions in packing.rows:
-            tokens, predicted = tokens + prompt + sum(completions), predicted + sum(completions)
-            # of a token with itself or one before it
-            pairs += prompt * (prompt + 1) // 2
-            pairs += sum(prompt * length + length * (length + 1) // 2 for length in completions)
-        attention = self._per_pair * pairs
-        forward = 2.0 * self._layers * tokens + 2 * self._head * predicted + attention
-        self.flops += forward
-        if torch.is_grad_enabled():  # the gradients of activations (attention has two) and of weights
-            self.flops += forward + 2 * self._trained_layers * tokens + 2 * self._trained_head * predicted
-            self.flops += attention
+        tokens = sum(map(sum, packing.rows))
+        self.flops += self.flops_of(packing.rows, torch.is_grad_enabled())
         # Kernels for sequences of any length use no blocks and so no padding.
         blocks = packing.blocks if "blocks" in vars(packing) else ()
         positions = sum(block.shape[0] * block.shape[1] for block in blocks)
         self.positions += positions or tokens
         self.padding += positions - sum(block.tokens for block in blocks)
+
+    def flops_of(self, rows: Iterable[Sequence[int]], with_gradient: bool = False) -> float:
+        """Return the FLOPs of a forward pass, and of its backward pass, over rows of a prompt and its completions."""
+        tokens, predicted, pairs = 0, 0, 0
+        for prompt, *completions in rows:
+            tokens, predicted = tokens + prompt + sum(completions), predicted + sum(completions)
+            # of a token with itself or one before it
+            pairs += prompt * (prompt + 1) // 2
+            pairs += sum(prompt * length + length * (length + 1) // 2 for length in completions)
+        attention: float = self._per_pair * pairs
+        forward: float = 2 * self._layers * tokens + 2 * self._head * predicted + attention
+        if not with_gradient:
+            return forward
+        # the gradients of activations (attention has two) and of weights
+        of_weights: float = 2 * self._trained_layers * tokens + 2 * self._trained_head * predicted
+        return 2 * forward + of_weights + attention
 
     def note_memory(self, released: int = 0) -> None:
         """Take the peak memory since the last call, `released` bytes less: those of an engine that has slept since."""
@@ -179,7 +249,12 @@ class PackedWork(AbstractContextManager["PackedWork"]):
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def metrics(
-        self, timer: StepTimer, rollouts: SampledGroups, trained: Sequence[Experience], released: int = 0
+        self,
+        timer: StepTimer,
+        rollouts: SampledGroups,
+        trained: Sequence[Experience],
+        totals: RunTotals,
+        released: int = 0,
     ) -> dict[str, float]:
         """Return the metrics of a step and start counting the next one.
 
@@ -191,6 +266,7 @@ class PackedWork(AbstractContextManager["PackedWork"]):
             timer: the times of the step's phases.
             rollouts: the rollouts of the step.
             trained: the batches of the applied updates; their zero-variance groups count, too.
+            totals: those of the run before the step, to which the tokens and FLOPs of the step are added.
             released: bytes that `Sampler.sleep` has released since the last `note_memory`.
         """
         trained_tokens = sum(int(part.lengths.sum()) for item in trained for part in item.parts)
@@ -202,6 +278,9 @@ class PackedWork(AbstractContextManager["PackedWork"]):
         )
         metrics["perf/trained_tokens_per_s"] = trained_tokens / training
         metrics["perf/padding_fraction"] = padding / max(1, positions)
+        sampling = self.flops_of(sampling_rows(rollouts.sampled, self._prompt_once))
+        taken = {SAMPLED_TOKENS: rollouts.tokens, TRAINED_TOKENS: trained_tokens, FLOPS: flops + sampling}
+        metrics |= totals.add(taken)
         if self.peak is not None:
             metrics["perf/model_flop_utilisation"] = flops / (training * self.peak * self._ranks.size)
         if self._device.type == "cuda":

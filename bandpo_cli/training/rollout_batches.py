@@ -2,9 +2,8 @@
 
 With `sampling.max_lag: 1` the order of a step is: take the batch that was sampled during the step before; start the
 next one with the weights that the engine has, those after the step before; update; wait for the batch that is being
-sampled; send the new weights to the engine. The first batch of a run is sampled in place.
-
-With several ranks each has such a thread, and each gets the groups of all ranks.
+sampled; send the new weights to the engine. The first batch of a run is sampled in place. Each of several ranks has
+such a thread, and each gets the groups of all ranks.
 
 A checkpoint has the batch that was sampled ahead: it is from the weights before those of the checkpoint, and cannot be
 sampled again. Its file has what sampling and grading gave; problems and prompts follow from their place in the stream,
@@ -100,7 +99,6 @@ class SampledGroups:
     """The graded rollouts of a step.
 
     Attributes:
-        step: the step that trains on them.
         version: number of optimizer updates of the weights that sampled them.
         position: place of their first problem in the stream of training problems.
         seconds: the time that sampling took; 0 after a resume, for which it is not stored.
@@ -261,10 +259,7 @@ def select_groups(sampled: Sequence[Group], wanted: int, updates: int) -> list[G
     These are the first groups whose rewards differ, filled up with the first zero-variance groups, which have no
     gradient but keep the size of each update: `wanted / updates` consecutive groups of the result. The updates have
     equal numbers of the groups with a gradient, up to 1, earlier updates more, and train on them first: without a
-    gradient, AdamW would move the weights by its momentum alone.
-
-    Args:
-        sampled: all groups sampled in the step, in order; at least `wanted`, which is a multiple of `updates`.
+    gradient, AdamW would move the weights by its momentum alone. `sampled` has at least `wanted` groups.
     """
     kept = [group for group in sampled if has_reward_spread(group)][:wanted]
     fill = [group for group in sampled if not has_reward_spread(group)]

@@ -34,8 +34,7 @@ class Forward(NamedTuple):
 
     Attributes:
         loss: the update's loss, a scalar on the device.
-        logprobs: [N], log π(token), nats.
-        ratios: [N], π/π_old.
+        logprobs, ratios: [N], log π(token) in nats, and π/π_old.
         gradient_weights: [N], as in `LossOutputs`.
         entropy: [N], entropy of π at T=1, nats; None where it was not asked for.
     """
@@ -49,12 +48,9 @@ class Forward(NamedTuple):
 
 @dataclass
 class AppliedUpdates:
-    """The applied updates of a step; skipped updates are left out.
+    """The applied updates of a step: their experiences, forward passes, and gradient norms before clipping.
 
     Attributes:
-        trained: the experiences of the applied updates.
-        forwards: their forward passes, in the same order.
-        grad_norms: gradient norm before clipping, per update.
         lr: learning rate of the last update, applied or skipped.
         skipped: number of skipped updates.
     """
@@ -81,8 +77,7 @@ def update_policy(
         experiences: those of `prepare_updates`. One that needs its own pass for its values under π_old must come first,
             while the policy is still π_old: its ratios are exactly 1.
         on_bad_update: called for each update with non-finite values, before the weights change. If it returns, the
-            update is skipped: weights and moments stay, and the learning-rate schedule advances. None to raise the
-            error of the first such update.
+            update is skipped: weights and moments stay, the learning-rate schedule advances. None to raise the error.
 
     Raises:
         NonFiniteError: an update has non-finite values, unless `on_bad_update` returns.
@@ -167,7 +162,6 @@ def handle_bad_update(
     """Store the batch of update `number` (from 1) of a step, and return if the update is to be skipped.
 
     Args:
-        optimizer: its count of consecutive skipped updates is compared with `optim.max_skips`.
         run: the run folder, where the batch is stored; None on all ranks but one.
         forward: None where the experience itself has non-finite values, so that no loss was computed.
         fault: names the non-finite quantity.

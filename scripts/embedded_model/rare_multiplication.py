@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.models.load import embedded_model_path
-from bandpo_cli.tasks.arithmetic import countdown
+from bandpo_cli.tasks.task import countdown
 from scripts.embedded_model.measure import measure
 from scripts.embedded_model.train import AnswerSampler, Demonstrations, any_expression, imitate
 

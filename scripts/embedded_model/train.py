@@ -23,7 +23,7 @@ from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.grading.countdown import evaluate_expression
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.tasks.arithmetic import countdown
+from bandpo_cli.tasks.task import countdown
 from bandpo_cli.types import Problem
 from scripts.embedded_model.build import build_model, build_tokenizer
 from scripts.embedded_model.measure import Metrics, measure

@@ -25,10 +25,12 @@ from typing import Any
 
 import torch
 
-from scripts.gpu_check.engines import check_early_grades, check_trl, check_vllm
+from scripts.gpu_check.engines import check_decode, check_early_grades, check_vllm
 from scripts.gpu_check.kernels import check_attention, check_logprobs, check_operator
+from scripts.gpu_check.race import check_race, check_trl
 from scripts.gpu_check.ranks import check_ranks
 from scripts.gpu_check.results import Line, Measured, Skipped, passed, table, write_json
+from scripts.gpu_check.throughput import PRIME_RL, check_first_shapes, check_prime_rl
 from scripts.gpu_check.training import (
     check_ahead,
     check_deterministic,
@@ -47,6 +49,7 @@ CHECKS: dict[str, Check] = {
     "logprobs-0.5b": partial(check_logprobs, shape="0.5b"),
     "logprobs-1.5b": partial(check_logprobs, shape="1.5b"),
     "attention": check_attention,
+    "first-shapes": check_first_shapes,
     "step-0.5b": partial(check_step, shape="0.5b"),
     "memory-0.5b": partial(check_memory, shape="0.5b"),
     "resume": check_resume,
@@ -54,8 +57,11 @@ CHECKS: dict[str, Check] = {
     "ahead": check_ahead,
     "engine-weights": check_engine_weights,
     "vllm": check_vllm,
-    "early-grades": check_early_grades,
+    "decode": check_decode,
+    "trl-vllm": check_race,
     "trl": check_trl,
+    **{name: partial(check_prime_rl, name=name) for name in PRIME_RL},
+    "early-grades": check_early_grades,
     "step-1.5b": partial(check_step, shape="1.5b"),
     "memory-1.5b": partial(check_memory, shape="1.5b"),
     "two-ranks": check_ranks,

@@ -1,29 +1,29 @@
-"""Checks with optional packages: the vLLM sampler, and the same work by TRL's GRPOTrainer."""
+"""Checks of the vLLM sampler."""
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from itertools import pairwise
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from scripts.gpu_check.grader import SLOW_GRADER, grade
+from scripts.gpu_check.grader import SLOW_GRADER
 from scripts.gpu_check.results import Measured, Skipped
+from scripts.gpu_check.throughput import SEQUENCES, decode_values
 from scripts.gpu_check.training import (
-    free_memory,
+    TrainedRun,
     is_missing,
-    measured_run,
     memory_limits,
     step_limits,
     train_steps,
 )
-from scripts.gpu_check.work import RandomProblems, Work
+from scripts.gpu_check.work import Work
 
 if TYPE_CHECKING:
     from bandpo_cli.callbacks import StepReport
+    from bandpo_cli.config.run import RunConfig
     from bandpo_cli.training.build import Components
 
 SYNCS = 5
@@ -31,31 +31,43 @@ SYNCS = 5
 MEMORY_FRACTION = 0.3
 MIN_FREED = 0.8
 """Smallest share of the engine's memory that sleeping frees."""
-MAX_TIME_OVER_TRL = 1.0
-"""Largest time of a step over that of TRL. An H100 missed it (1.06), with transformers' generate as 86% of the step."""
 
 
-def check_vllm(work: Work) -> Measured:
-    """Train with vLLM as the sampler: model runner, sleep and wake, CUDA graphs, memory, and the gaps of five syncs."""
-    from bandpo_cli.experiments.memory_check import memory_report
-
-    sampling = _vllm_settings(work)
+@cache
+def vllm_run(work: Work) -> tuple[TrainedRun, dict[str, Any], dict[str, float], list[float]]:
+    """Return the run that two checks look at, the values and decoding steps of its engine, and the gap of each sync."""
     found: dict[str, Any] = {}
+    decoding: dict[str, float] = {}
     gaps: list[float] = []
 
     def observe(components: Components, report: StepReport | None) -> None:
         sampler: Any = components.sampler
         if report is None:
             found.update(_engine_values(sampler))
+            decoding.update(decode_values(work, sampler))
             found["freed_by_sleep_gib"], found["wake_and_sync_s"] = _sleep_and_wake(components)
             gaps.append(sampler.check.gap)
             found["sync_s"], found["checked_sync_s"] = _sync_seconds(components)
-            gaps.append(sampler.check.gap)
-        else:
-            gaps.append(sampler.check.gap)
+        gaps.append(sampler.check.gap)
 
-    config = work.config("0.5b", sampling=sampling)
-    run = train_steps(work, config, "vllm", observe)
+    return train_steps(work, vllm_config(work), "vllm", observe), found, decoding, gaps
+
+
+def vllm_config(work: Work) -> RunConfig:
+    """Return the settings of the run, with an engine that takes all sequences of `decode_values`."""
+    return work.config("0.5b", sampling=_vllm_settings(work) | {"max_sequences": max(SEQUENCES)})
+
+
+def check_decode(work: Work) -> Measured:
+    """Time vLLM's decoding steps by the number of sequences."""
+    return Measured({**vllm_run(work)[2]})
+
+
+def check_vllm(work: Work) -> Measured:
+    """Train with vLLM as the sampler: model runner, sleep and wake, CUDA graphs, memory, and the gaps of five syncs."""
+    from bandpo_cli.experiments.memory_check import memory_report
+
+    run, found, _, gaps = vllm_run(work)
     measured = step_limits(work, run)
     measured.values |= found | {"syncs": len(gaps), "sync_gap_max": max(gaps), "sync_gaps": _listed(gaps)}
     measured.at_least("syncs", SYNCS)
@@ -66,7 +78,7 @@ def check_vllm(work: Work) -> Measured:
         measured.at_least("freed_by_sleep_gib", MIN_FREED * MEMORY_FRACTION * total)
         measured.values["cuda_graphs"] = found["cudagraph_mode"] != "NONE"
         measured.equal("cuda_graphs", True)
-        measured.add(memory_limits(run.peak_gib, memory_report(config).peak / 2**30))
+        measured.add(memory_limits(run.peak_gib, memory_report(vllm_config(work)).peak / 2**30))
     return measured
 
 
@@ -149,83 +161,3 @@ def _used_gib() -> float:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 2**30
-
-
-def check_trl(work: Work) -> Measured:
-    """Compare the time of a step with two steps of TRL's GRPOTrainer on the same work, both with built-in samplers."""
-    if is_missing("trl"):
-        raise Skipped("trl is not installed")
-    ours = measured_run(work, "0.5b")
-    if work.on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    seconds = _trl_seconds(work)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if work.on_gpu else 0.0
-    free_memory()
-    measured = Measured({"bandpo_s": ours.mean("time/step"), "trl_s": seconds})
-    measured.values["time_over_trl"] = measured.values["bandpo_s"] / seconds
-    if work.on_gpu:
-        measured.values |= {"bandpo_peak_gib": ours.peak_gib, "trl_peak_gib": peak}
-    if not work.tiny:
-        measured.at_most("time_over_trl", MAX_TIME_OVER_TRL)
-    return measured
-
-
-def _trl_seconds(work: Work) -> float:
-    """Train two batches and return the seconds of the second: as many completions, tokens and updates as here."""
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    size, config = work.size, work.config("0.5b")
-    updates = config.optim.updates
-    problems = RandomProblems(size).train_problems()
-    times: list[float] = []
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            times.append(time.perf_counter())
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step % updates == 0:
-                if work.on_gpu:
-                    torch.cuda.synchronize()
-                times.append(time.perf_counter())
-
-    def reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        return [float(grade(text, "", {})) for text in completions]
-
-    completions = size.prompts * size.samples // updates
-    micro = max(1, size.micro_batch_tokens // (size.prompt_chars + size.max_tokens))
-    micro = max(item for item in range(1, min(micro, completions) + 1) if completions % item == 0)
-    trainer = GRPOTrainer(
-        model=str(work.model("0.5b")),
-        reward_funcs=[reward],
-        train_dataset=Dataset.from_list([{"prompt": problem.prompt} for problem in problems]),
-        callbacks=[Clock()],
-        args=GRPOConfig(
-            output_dir=str(work.folder / "trl"),
-            use_cpu=not work.on_gpu,
-            bf16=True,
-            max_steps=2 * updates,
-            per_device_train_batch_size=micro,
-            gradient_accumulation_steps=completions // micro,
-            steps_per_generation=updates * completions // micro,
-            gradient_checkpointing=False,
-            num_generations=size.samples,
-            max_completion_length=size.max_tokens,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            beta=0.0,
-            loss_type="grpo",
-            learning_rate=config.optim.lr,
-            logging_steps=10**6,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        ),
-    )
-    trainer.train()
-    seconds = [later - earlier for earlier, later in pairwise(times)]
-    return statistics.fmean(seconds[1:])

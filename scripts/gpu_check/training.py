@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pandas
@@ -75,8 +76,9 @@ def train_steps(
     checkpoint: Path | None = None,
     ranks: Ranks | None = None,
     grader: str = GRADER,
+    last: int = LAST_STEP,
 ) -> TrainedRun:
-    """Train from the beginning or from a checkpoint up to step `LAST_STEP`, on the path of `bandpo train`.
+    """Train from the beginning or from a checkpoint up to step `last`, on the path of `bandpo train`.
 
     Args:
         ranks: the processes that train together; None for this process alone.
@@ -104,7 +106,7 @@ def train_steps(
             for report in steps:
                 run.records.append(report.record)
                 observe(components, report)
-                if report.step == LAST_STEP:
+                if report.step == last:
                     break
     finally:
         components.close()
@@ -125,6 +127,19 @@ def free_memory() -> None:
 def measured_run(work: Work, shape: str) -> TrainedRun:
     """Return the run of the built-in sampler that two checks look at."""
     return train_steps(work, work.config(shape), f"step-{shape}")
+
+
+@cache
+def short_run(work: Work) -> TrainedRun:
+    """Return the run of `short_config`, whose time two checks compare with."""
+    return train_steps(work, short_config(work), "short")
+
+
+def short_config(
+    work: Work, sampling: Mapping[str, Any] = MappingProxyType({}), **sections: Any
+) -> RunConfig:
+    """Return the settings of a run with short completions."""
+    return work.config("0.5b", sampling={"max_tokens": work.size.short_tokens, **sampling}, **sections)
 
 
 def phase_values(run: TrainedRun) -> dict[str, Any]:
@@ -181,7 +196,7 @@ def check_resume(work: Work) -> Measured:
     On a CPU all numbers are equal. On a GPU the backward pass adds in an order that changes from call to call, so that
     only the state and the completions that are sampled from it are equal.
     """
-    config = work.config("0.5b", checkpoint={"every": 2, "keep_best": 0})
+    config = short_config(work, checkpoint={"every": 2, "keep_best": 0})
     states: dict[str, Mapping[str, int]] = {}
 
     def note(name: str) -> Observer:
@@ -225,7 +240,7 @@ def check_deterministic(work: Work) -> Measured:
     runs: dict[str, TrainedRun] = {}
     for name in ("first", "second") if work.on_gpu else ("first", "second", "ordinary"):
         kept = states.setdefault(name, [])
-        config = work.config("0.5b")
+        config = short_config(work)
         config = config.model_copy(update={"deterministic": name != "ordinary"})
 
         def keep(components: Components, _: StepReport | None, kept: list[Any] = kept) -> None:
@@ -243,9 +258,8 @@ def check_deterministic(work: Work) -> Measured:
         for name in runs
         for step in range(1, LAST_STEP + 1)
     )
-    measured.values["time_over_ordinary"] = runs["second"].mean("time/step") / measured_run(
-        work, "0.5b"
-    ).mean("time/step")
+    ordinary = short_run(work).mean("time/step")
+    measured.values["time_over_ordinary"] = runs["second"].mean("time/step") / ordinary
     for name in ("states_equal", "completions_equal"):
         measured.equal(name, True)
     measured.at_most("metrics_difference", 0.0)
@@ -267,8 +281,8 @@ def check_ahead(work: Work) -> Measured:
 
     The times are reported beside those of the same steps without a lag; with two GPUs the process has its own.
     """
-    run = train_steps(work, work.config("0.5b", sampling={"max_lag": 1}), "ahead")
-    before = measured_run(work, "0.5b")
+    run = train_steps(work, short_config(work, sampling={"max_lag": 1}), "ahead")
+    before = short_run(work)
     measured = Measured(phase_values(run))
     measured.values["lags"] = " ".join(f"{record['sampler/lag']:g}" for record in run.records)
     updates = work.config("0.5b").optim.updates

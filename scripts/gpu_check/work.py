@@ -20,8 +20,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
         "num_attention_heads": 12, "num_key_value_heads": 2,
     },
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    },
+    "qwen3-4b": {
+        "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    },
 }  # fmt: skip
-"""Shapes of Qwen2.5-0.5B and Qwen2.5-1.5B, from the config.json of Qwen/Qwen2.5-0.5B and Qwen/Qwen2.5-1.5B."""
+"""Shapes of Qwen2.5-0.5B and 1.5B, Qwen3-0.6B and 4B, from the config.json of Qwen/Qwen2.5-0.5B, ..., Qwen/Qwen3-4B."""
 
 TINY_SHAPES: dict[str, dict[str, Any]] = {
     "0.5b": {
@@ -33,6 +41,8 @@ TINY_SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 3, "num_key_value_heads": 1,
     },
 }  # fmt: skip
+for _name in ("qwen3-0.6b", "qwen3-4b"):
+    TINY_SHAPES[_name] = TINY_SHAPES["0.5b"] | {"model_type": "qwen3", "head_dim": 32}
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,7 @@ class Size:
         prompts, samples: the completions of a step.
         prompt_chars: characters, and so about tokens, of a prompt.
         max_tokens: tokens of a completion.
+        short_tokens: tokens of a completion where a check compares runs, and their speed matters less.
         micro_batch_tokens: as in the settings; less than the tokens of an update, so that micro-batches are full.
     """
 
@@ -55,9 +66,10 @@ class Size:
     prompt_chars: int = 200
     max_tokens: int = 256
     micro_batch_tokens: int = 8192
+    short_tokens: int = 64
 
 
-TINY_SIZE = Size(20_000, 64, 4, 4, 12, 8, 128)
+TINY_SIZE = Size(20_000, 64, 4, 4, 12, 8, 128, 8)
 
 
 @dataclass(frozen=True)
@@ -111,20 +123,20 @@ class Work:
 
 
 def save_random_model(folder: Path, shape: Mapping[str, Any], device: str) -> Path:
-    """Write a Qwen2 folder in bfloat16 with random weights and a tokenizer of the same vocabulary."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    """Write a Qwen folder in bfloat16 with random weights and a tokenizer of the same vocabulary."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = byte_tokenizer(shape["vocab_size"])
     torch.manual_seed(0)
-    config = Qwen2Config(
-        **shape,
+    config = AutoConfig.for_model(
+        **{"model_type": "qwen2", **shape},
         max_position_embeddings=32_768,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.device(device):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

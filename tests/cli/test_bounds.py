@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.methods.covariance import ClipCovSettings
-from bandpo_cli.methods.weights_and_gates import AspoSettings
+from bandpo_cli.methods.weights_and_gates import AspoSettings, ClipCovSettings
 from tests.cli.eval_command import bandpo, usage_error
 
 KEYS = [

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Fields, Source, TaskSettings, task_from_arguments
-from bandpo_cli.datasets import DATASETS
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.registries import DATASETS
 
 
 @pytest.mark.parametrize(

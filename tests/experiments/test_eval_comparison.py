@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
+from scipy import stats
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.evaluation.scores import mean_intervals
 from bandpo_cli.experiments.eval_comparison import compare_records, differing_settings
 from bandpo_cli.storage.files import replace_nonfinite
 
@@ -40,11 +41,14 @@ def test_a_comparison_by_hand() -> None:
     comparison = compare_records(A, B)["math"]
     assert (comparison.shared, comparison.only_a, comparison.only_b) == (3, 1, 2)
     assert set(comparison.metrics) == {"mean", "pass_at_4", "response_length"}
-    *means, change = comparison.metrics["mean"]
+    *means, change, verdict = comparison.metrics["mean"]
     assert means == pytest.approx([0.75 / 3, 1.375 / 3])
-    assert change == mean_intervals([[0.0, -0.125, 0.75]])[0]
-    *lengths, change = comparison.metrics["response_length"]
+    test = stats.ttest_rel([0.75, 0.375, 0.25], [0.0, 0.5, 0.25])
+    assert change == pytest.approx((0.625 / 3, *test.confidence_interval(0.95)))
+    assert re.fullmatch(r"undecided: [\d,]+ more problems", verdict.text)
+    *lengths, change, verdict = comparison.metrics["response_length"]
     assert [*lengths, change.value] == pytest.approx([200, 150, -50])
+    assert (verdict.text, verdict.p_equivalent, verdict.further) == ("undecided", None, None)
     assert comparison.metrics["pass_at_4"][2].value == pytest.approx((1.0 - 0.1 - 0.2) / 3)
     assert (comparison.wins, comparison.losses, comparison.ties) == (1, 1, 1)
     assert comparison.changed_problems == [("r", 0.0, 0.75), ("q", 0.5, 0.375)]
@@ -91,11 +95,13 @@ def test_rewards_other_than_0_and_1_decide(rewards: tuple[float, float], metrics
 def test_a_comparison_with_itself_has_no_changes() -> None:
     comparison = compare_records(A, A)["math"]
     assert (comparison.wins, comparison.losses, comparison.ties, comparison.changed_problems) == (0, 0, 4, [])
-    for _, _, change in comparison.metrics.values():
+    for _, _, change, _ in comparison.metrics.values():
         assert change.value == 0
         assert math.isnan(change.low)
     plain = json.loads(json.dumps(replace_nonfinite(comparison.as_json()), allow_nan=False))
-    assert plain["metrics"]["mean"] == {"a": 0.4375, "b": 0.4375, "value": 0.0, "low": None, "high": None}
+    none = dict.fromkeys(("low", "high", "detectable", "p_equivalent", "further"))
+    verdict = "the same difference in every problem: no interval"
+    assert plain["metrics"]["mean"] == {"a": 0.4375, "b": 0.4375, "value": 0.0, "verdict": verdict, **none}
     assert plain["problems"] == {"shared": 4, "only_a": 0, "only_b": 0}
 
 
@@ -144,6 +150,28 @@ def test_records_without_a_shared_problem_name_the_settings_that_differ() -> Non
         UserError, match=r"of 's'; A has 1 problem, B 2; apart from the data, they differ in seed$"
     ):
         compare_records(a, b)
+
+
+@pytest.mark.parametrize(
+    ("metric", "shift", "noise", "verdict"),
+    [
+        ("mean_at_4", 0.1, 0.01, "better"),
+        ("mean_at_4", -0.1, 0.01, "worse"),
+        ("pass_at_4", 0.01, 0.01, "better by less than 0.02"),
+        ("mean_at_4", 0.0, 0.01, "equivalent within ±0.02"),
+        ("maj_at_4", 0.0, 0.1, "undecided: 199 more problems"),  # 225 ≈ (1.645 + 1.282)² · 0.102² / 0.02²
+        ("answer_format_rate", -0.1, 0.01, "lower"),
+        ("answer_format_rate", 0.0, 0.01, "undecided"),
+    ],
+)
+def test_verdicts(metric: str, shift: float, noise: float, verdict: str) -> None:
+    """Differences of 26 problems: `shift` ± `noise`. The margin applies to metrics in units of accuracy only."""
+    rows = [{str(i): {"mean_at_4": 0.5, metric: 0.5} for i in range(26)} for _ in "ab"]
+    for i in range(26):
+        rows[1][str(i)][metric] += shift + (noise if i % 2 else -noise)
+    compared = compare_records(*(record(s=by_problem) for by_problem in rows))["s"]
+    name = "mean" if metric == "mean_at_4" else metric
+    assert compared.metrics[name].verdict.text == verdict
 
 
 GOOD = {"p": {"mean_at_2": 0.5, "pass_at_2": 1.0}, "q": {"mean_at_2": 0.0, "pass_at_2": 0.0}}

@@ -14,9 +14,8 @@ from bandpo_cli.errors import RunError
 from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.reports import run_plots
-from bandpo_cli.sampling import setup
-from bandpo_cli.sampling.sampler import StaleEngineError
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling import rollouts
+from bandpo_cli.sampling.sampler import StaleEngineError, TransformersSampler
 from bandpo_cli.training import loop
 from bandpo_cli.training.optimizer import Optimizer
 from tests.experiments.test_api import SMALL
@@ -38,7 +37,7 @@ def wrapped_out_of_memory(*_: Any, **__: Any) -> None:
 
 ONE_STEP: list[Any] = [SMALL, {"steps": 1, "evaluation": {"every": 0}}]
 PHASES = [
-    ("loading", setup, "load_policy", out_of_memory),
+    ("loading", rollouts, "load_policy", out_of_memory),
     ("optimizer", Optimizer, "__init__", out_of_memory),  # the sampler is closed
     ("sampling", TransformersSampler, "sample_request", out_of_memory),
     ("scoring", loop, "prepare_updates", out_of_memory),

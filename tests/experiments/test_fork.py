@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments import resume
-from bandpo_cli.experiments.plan_from_checkpoint import plan_fork
+from bandpo_cli.experiments.plan import plan_fork
 from bandpo_cli.experiments.record import copy_parent
 from bandpo_cli.results import describe_run
 from bandpo_cli.storage.checkpoints import (
@@ -83,7 +83,7 @@ def test_progress_of_a_fork(runs: Path, settings: dict[str, Any], expected: tupl
     """
     plan = plan_fork("a@4", [NO_MLFLOW, settings], runs)
     updates, keeps_batch, same_problems = expected
-    fork, position = plan.start.fork, 20 if keeps_batch else 16
+    fork, position = plan.fork, 20 if keeps_batch else 16
     assert fork is not None
     assert fork.progress == Progress(4, updates, 1, position, "abc" if same_problems else ANY_PROBLEMS)
     assert (plan.first_step, fork.keeps_batch) == (5, keeps_batch)
@@ -93,8 +93,8 @@ def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
     """Only up to the step; it stays when the parent is removed."""
     plan = plan_fork("a", [NO_MLFLOW, {"optim": {"updates": 4}, "bounds": {"method": "clip"}}], runs, "b")
     folder, parent = RunFolder.create(runs, "b"), RunFolder(runs / "a")
-    assert plan.start.fork is not None
-    about = copy_parent(plan.start.fork, folder)[PARENT]
+    assert plan.fork is not None
+    about = copy_parent(plan.fork, folder)[PARENT]
     assert about == {
         "run": str(parent.path),
         "path": str(parent.path),
@@ -111,7 +111,7 @@ def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
     assert (complete, damaged) == ({4: Progress(4, 16, 1, 16, "abc")}, {})
     assert not (folder.checkpoint_dir(4) / ROLLOUTS).exists()
     with pytest.raises(RunError, match=r"step-000004: the run has removed it; fork its last checkpoint"):
-        copy_parent(plan.start.fork, RunFolder.create(runs, "c"))
+        copy_parent(plan.fork, RunFolder.create(runs, "c"))
     assert not (runs / "c").exists()
     folder.write_config(to_yaml(plan.config))
     folder.write_env({PARENT: about})
@@ -145,8 +145,8 @@ def test_the_files_of_a_fork_are_flushed_before_it_is_a_run(
     monkeypatch.setattr(os, "rename", check)
     plan = plan_fork("a", [NO_MLFLOW], runs, "b")
     folder = RunFolder.create(runs, "b")
-    assert plan.start.fork is not None
-    copy_parent(plan.start.fork, folder)
+    assert plan.fork is not None
+    copy_parent(plan.fork, folder)
     record = {path for path in folder.path.rglob("*") if "checkpoints" not in path.parts}
     assert len(record) == 7  # the metrics, the completions of the steps 0 to 4, and their folder
     assert record <= synced

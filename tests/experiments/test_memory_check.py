@@ -236,7 +236,7 @@ def test_an_evaluation_is_estimated_by_its_completions(problems: int | None, seq
 @pytest.mark.slow
 def test_the_model_is_not_loaded(gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.add(0.5)
-    monkeypatch.setattr("bandpo_cli.sampling.setup.load_policy", None)
+    monkeypatch.setattr("bandpo_cli.sampling.rollouts.load_policy", None)
     monkeypatch.setattr(memory_check, "saving_advice", lambda *_: "")  # it tries seventy settings
     with pytest.raises(UserError, match=r"GPU 0 has 0\.5 GiB"):
         train(resolve([SMALL, {"optim": {"micro_batch_tokens": 2**20}}]), runs_dir=tmp_path, name="a")

@@ -8,7 +8,6 @@ import pytest
 
 from bandpo_cli.config.layers import flatten, nest, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.datasets import TASKS
 from bandpo_cli.exports.verl_settings import (
     ACTOR,
     CORRECTION,
@@ -21,6 +20,7 @@ from bandpo_cli.exports.verl_settings import (
     overrides_of,
 )
 from bandpo_cli.methods import METHODS
+from bandpo_cli.registries import TASKS
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper"
 

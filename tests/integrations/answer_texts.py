@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bandpo_cli.grading.answers import final_answer
-from bandpo_cli.tasks.fields import as_answer
+from bandpo_cli.tasks.rows import as_answer
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 """Public problem sets; a machine without them tests with `REFERENCES` alone."""

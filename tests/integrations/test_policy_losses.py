@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bandpo_cli.methods.covariance import token_covariance
+from bandpo_cli.methods.weights_and_gates import token_covariance
 from bandpo_cli.objective.policy_objective import LossOutputs
 from tests.integrations.batches import (
     SPREADS,

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.models.load import embedded_model_path
-from bandpo_cli.tasks.arithmetic import ArithmeticTask, countdown
+from bandpo_cli.tasks.task import Task, countdown
 from scripts.embedded_model.build import ALPHABET, build_tokenizer
 from scripts.embedded_model.measure import measure
 from scripts.embedded_model.rare_multiplication import FIRST_PRODUCT_TARGET, rarely_multiplying
@@ -121,7 +121,8 @@ def test_demonstrations_have_the_requested_shares() -> None:
 def test_training_command_is_deterministic(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scripts.embedded_model.train.HELDOUT_PROBLEMS", 2)
     monkeypatch.setattr("scripts.embedded_model.train.PROBLEMS", 4)
-    monkeypatch.setattr(ArithmeticTask, "train_problems", lambda task: TRAIN[:4])
+    small = Task("countdown", lambda: TRAIN[:4], countdown(CountdownTask()).heldout_sets)
+    monkeypatch.setattr("scripts.embedded_model.train.countdown", lambda config: small)
     for folder in ("first", "second"):
         main(["--out", str(tmp_path / folder), "--steps", "1", "--seed", "3"])
     files = sorted(file.name for file in FOLDER.iterdir())

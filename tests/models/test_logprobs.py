@@ -24,8 +24,7 @@ from bandpo_cli.models import attention, packing
 from bandpo_cli.models.load import has_torch_varlen
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.sampling.sampler import SamplingParams
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.sampler import SamplingParams, TransformersSampler
 from tests.conftest import SHAPE
 
 ROWS = [

@@ -112,11 +112,6 @@ def measures_all(case: Case) -> bool:
     return has_tokens_without_ratio(case) and not any("train/entropy_token_share" in r for r in case.records)
 
 
-def scales_gradients(case: Case) -> bool:
-    """The weights of tokens differ from each other and from the ratios of single tokens."""
-    return learns(case) and all(r["gradient/weight_min"] < 0.9 for r in case.records)
-
-
 def masks_completions(case: Case) -> bool:
     """Some completions have no end, in groups with different rewards too."""
     truncated = [
@@ -186,15 +181,9 @@ VARIANTS = [
             lambda case: learns(case) and any(r["train/uniform_group_fraction"] > 0 for r in case.records)),
     # losses of completions
     Variant("ripo", "bounds.method=ripo bounds.delta=0.002 bounds.min_ratio=0.8 optim.lr=0.008", clips_both_ways),
-    Variant("cppo", "bounds.method=cppo bounds.delta=0.03 bounds.prefix_delta=0.004 objective.importance_cap=1.6",
-            clips_both_ways, exact_sampler=False, steps=2),
     Variant("luspo", "bounds.method=luspo sampling.prompts=8", clips_both_ways, seed=1),
     Variant("gapo, token-mean", "bounds.method=gapo bounds.eps_high=0.05 sampling.prompts=8 optim.lr=0.008 "
             "objective.aggregation=token-mean objective.advantage_std=false", clips_both_ways, seed=2),
-    Variant("vespo", "bounds.method=vespo objective.importance_cap=1.6", scales_gradients, exact_sampler=False),
-    Variant("gmpo, token-mask, truncated completions masked", "bounds.method=gmpo bounds.log_eps_low=0.05 "
-            "bounds.log_eps_high=0.05 objective.importance=token-mask objective.importance_cap=1.3 "
-            "objective.mask_truncated=true sampling.prompts=8", masks_tokens, exact_sampler=False),
     Variant("luspo, token-mask", "bounds.method=luspo bounds.eps_low=0.03 bounds.eps_high=0.03 "
             "objective.importance=token-mask objective.importance_cap=1.3 sampling.prompts=8 optim.lr=0.008",
             masks_tokens, exact_sampler=False),

@@ -9,7 +9,7 @@ from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import load_policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.sampler import TransformersSampler
 from tests.real_models.pretrained import (
     check_logprobs,
     completion_logprobs,

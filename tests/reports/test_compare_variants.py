@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from bandpo_cli.reports.compare_variants import estimate, holm, interval_band, paired_test
+from bandpo_cli.evaluation.verdicts import holm
+from bandpo_cli.reports.compare_variants import estimate, interval_band, paired_test
 
 VALUES = [0.474, 0.470, 0.481, 0.466]
 

@@ -1,5 +1,6 @@
 """The record of a report: exact settings, environments and values of the runs, and the paragraph made from them."""
 
+import html
 import json
 import re
 
@@ -72,7 +73,7 @@ def test_the_paragraph_has_the_facts_and_gives_differences_as_ranges(report):
     ):
         assert text in report.methods
     assert not re.search(r"[{}]|\.\.|None|null|LoRA|Groups|continued|http:", report.methods)
-    assert report.methods in report.files["report.html"].read_text()
+    assert report.methods in html.unescape(report.files["report.html"].read_text())
     assert report.methods.replace("_", "\\_") in report.files["report.md"].read_text()
 
 

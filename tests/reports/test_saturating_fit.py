@@ -6,10 +6,14 @@ from scipy import stats
 from scipy.optimize import curve_fit
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.saturating_fit import MAX_WIDTH, MIN_EVALUATIONS, fit_curve, saturating_curve
+from bandpo_cli.reports.saturating_fit import MAX_WIDTH, MIN_EVALUATIONS, best_fit, fit_curve
 from tests.reports.sweep_folders import report_of, write_plan, write_run
 
 STEPS = np.arange(0, 210, 10.0)
+
+
+def saturating_curve(compute, initial, a, b, c_mid):
+    return initial + (a - initial) / (1 + (c_mid / compute) ** b)
 
 
 def runs_of(midpoint, seeds=4, asymptote=0.6, noise=0.004):
@@ -19,11 +23,14 @@ def runs_of(midpoint, seeds=4, asymptote=0.6, noise=0.004):
     return curve + noise * rng.standard_normal((seeds, len(curve)))
 
 
-def test_the_formula_is_that_of_the_paper():
-    """R(C_mid) is half of the gain, and for B = 1.92, C_mid = 2542 (ScaleRL's 8B model) 93% are reached at 10,000."""
-    assert saturating_curve(np.array(40.0), 0.2, 0.6, 3.0, 40.0) == pytest.approx(0.4)
-    gain = saturating_curve(np.array(10_000.0), 0.0, 1.0, 1.92, 2542.0)
-    assert gain == pytest.approx(1 / (1 + 0.2542**1.92)) == pytest.approx(0.933, abs=1e-3)
+def test_the_parameters_of_the_formula_of_the_paper():
+    """R(C_mid) is half of the gain; the parameters of a curve without noise are found."""
+    compute = np.linspace(0.05, 1, 20)
+    curve = saturating_curve(compute, 0.2, 0.61, 1.92, 0.2542)
+    assert saturating_curve(0.2542, 0.2, 0.61, 1.92, 0.2542) == pytest.approx((0.2 + 0.61) / 2)
+    (a, log_b, log_c_mid), least = best_fit(compute, curve, 0.2)
+    assert [a, np.exp(log_b), np.exp(log_c_mid)] == pytest.approx([0.61, 1.92, 0.2542], rel=1e-4)
+    assert least == pytest.approx(0.0, abs=1e-10)
 
 
 def test_known_parameters_of_a_curve_that_has_bent():
@@ -58,17 +65,17 @@ def test_the_interval_is_the_t_interval_over_seeds_that_differ_only_in_the_asymp
     curves = [np.r_[0.25, saturating_curve(STEPS[1:], 0.25, a, 1.7, 40.0)] for a in asymptotes]
     noise = 0.0002 * rng.standard_normal((5, len(STEPS)))
     fit = fit_curve("clip", STEPS, np.array(curves) + noise)
-    half = stats.t.ppf(0.975, 4) * stats.sem(asymptotes)  # but for the curvature of the model
+    expected = 2 * stats.t.ppf(0.975, 4) * stats.sem(asymptotes)
     assert fit.asymptote.value == pytest.approx(0.61, abs=0.001)
-    assert fit.asymptote.high - fit.asymptote.value == pytest.approx(half, rel=0.2)
-    assert fit.asymptote.value - fit.asymptote.low == pytest.approx(half, rel=0.2)
+    assert fit.asymptote.high - fit.asymptote.low == pytest.approx(expected, rel=0.1)
+    assert abs(fit.asymptote.high + fit.asymptote.low - 2 * 0.61) < 0.01  # nearly symmetric
 
 
 def test_a_parameter_without_an_end_within_the_range_has_no_interval():
     """The rise is over before the first evaluation of the fit."""
     fit = fit_curve("clip", STEPS, runs_of(4.0))
     assert fit.asymptote.value == pytest.approx(0.6, abs=0.01)
-    assert (fit.exponent.low, fit.midpoint.high) == (None, None)
+    assert np.isnan([fit.exponent.low, fit.exponent.high, fit.midpoint.low, fit.midpoint.high]).all()
 
 
 @pytest.mark.parametrize("midpoint", [200.0, 600.0])

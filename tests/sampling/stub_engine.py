@@ -16,8 +16,13 @@ from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.processes import watch
 from bandpo_cli.registries import ENGINES, EngineEntry
-from bandpo_cli.sampling.sampler import EngineModel, SamplingParams, StaleEngineError, TokenIds
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.sampler import (
+    EngineModel,
+    SamplingParams,
+    StaleEngineError,
+    TokenIds,
+    TransformersSampler,
+)
 from bandpo_cli.types import Completion
 from tests.commands import ForkedChild
 from tests.sequential_sampler import SequentialSampler

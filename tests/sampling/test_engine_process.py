@@ -33,11 +33,11 @@ from bandpo_cli.sampling.sampler import (
     SampleRequest,
     SamplingParams,
     StaleEngineError,
+    TransformersSampler,
     Turn,
     is_exact,
 )
 from bandpo_cli.sampling.sync_check import SyncCheck
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
 from tests.sampling import stub_engine
 from tests.sampling.stub_engine import forked_engines

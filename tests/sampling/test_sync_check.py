@@ -15,9 +15,8 @@ from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.weights import shard
 from bandpo_cli.processes.ranks import SINGLE, Ranks
-from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError, TokenIds
+from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError, TokenIds, TransformersSampler
 from bandpo_cli.sampling.sync_check import ATTEMPTS, HALF_PRECISION_LIMIT, SyncCheck, mean_gap
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
 from tests.conftest import random_model
 from tests.sequential_sampler import SequentialSampler

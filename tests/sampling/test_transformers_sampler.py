@@ -15,10 +15,12 @@ from bandpo_cli.models import attention
 from bandpo_cli.models.attention import GrowingLayer, growing_cache
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.sampling import transformers_sampler
-from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, Turn, build_sampler
-from bandpo_cli.sampling.transformers_sampler import (
+from bandpo_cli.sampling.sampler import (
+    SampleRequest,
+    SamplingParams,
     TransformersSampler,
+    Turn,
+    build_sampler,
     sample_tokens,
 )
 from tests.conftest import random_model
@@ -142,7 +144,7 @@ def test_ended_completions_in_the_batch_do_not_change_the_others(
     expected = [*itertools.chain(*TransformersSampler(model, 0).sample(PROMPTS, params, seed=4))]
     assert {completion.finish_reason for completion in expected} == {"stop", "length"}
     for kept_until in (0.0, 0.5, 1.0):
-        monkeypatch.setattr(transformers_sampler, "KEPT_UNTIL", kept_until)
+        monkeypatch.setattr("bandpo_cli.sampling.sampler.KEPT_UNTIL", kept_until)
         found = itertools.chain(*TransformersSampler(model, 0).sample(PROMPTS, params, seed=4))
         for one, other in zip(found, expected, strict=True):
             assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)

@@ -23,11 +23,11 @@ from bandpo_cli.sampling.sampler import (
     SampleRequest,
     SamplingParams,
     StaleEngineError,
+    TransformersSampler,
     build_sampler,
     engine_model,
 )
 from bandpo_cli.sampling.sync_check import SyncCheck
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
 from bandpo_cli.sampling.vllm_worker import fingerprint
 from bandpo_cli.tasks.task import build_task

@@ -3,8 +3,10 @@
 import json
 import math
 import re
+import threading
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from scripts.gpu_check import __main__ as gpu_check
-from scripts.gpu_check import kernels, ranks, training
+from scripts.gpu_check import kernels, race, ranks, training
 from scripts.gpu_check.results import Measured, Skipped
 from scripts.gpu_check.training import TrainedRun, step_limits
 from scripts.gpu_check.work import Work
@@ -191,10 +193,74 @@ def test_a_resume_that_changes_anything_falls_short(
     assert names_of(training.check_resume(Work("cpu", True, tmp_path))) == names
 
 
+def test_a_side_of_the_race_trains_the_blocks_that_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of a block and the wait before it are not counted."""
+    ours, theirs = Pipe()
+    monkeypatch.setattr(race, "free_memory", lambda: None)
+
+    def side() -> None:
+        lane = race.Lane(theirs, on_gpu=False)
+        lane.wait()
+        lane.wait("ready")
+        for step in range(1, 2 * race.STEPS + 1):
+            lane.end_step({"sync": float(step)}, step == 2 * race.STEPS)
+
+    thread = threading.Thread(target=side)
+    thread.start()
+    ours.send(None)
+    assert ours.recv() == "ready"
+    for block in range(2):
+        time.sleep(0.1)
+        ours.send(None)
+        found = ours.recv()
+        steps = range(block * race.STEPS + 2, (block + 1) * race.STEPS + 1)
+        assert found["phases"] == [{"sync": float(step)} for step in steps]
+        assert len(found["seconds"]) == race.STEPS - 1
+        assert sum(found["seconds"]) < 0.1
+    thread.join()
+
+
+def test_the_race_compares_medians_and_reports_the_spread() -> None:
+    def block(side: str, *seconds: float) -> tuple[str, dict[str, Any]]:
+        phases = [dict.fromkeys(race.PHASES[side], 0.25) for _ in seconds]
+        return side, {"seconds": [*seconds], "phases": phases, "reserved_gib": 0.0}
+
+    values = race.race_values([block("bandpo", 1.0, 2.0), block("trl", 4.0, 5.0, 4.0), block("bandpo", 2.0)])
+    assert (values["bandpo_s"], values["trl_s"], values["time_over_trl"]) == (2.0, 4.0, 0.5)
+    assert (values["time_over_trl_low"], values["time_over_trl_high"]) == (1 / 5, 2 / 4)
+    assert values["bandpo_steps_s"] == "1.000 2.000 | 2.000"
+    assert values["trl_generate_s"] == values["bandpo_update_s"] == 0.25
+
+
+def test_the_race_names_the_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for missing in ("trl", "vllm"):
+        monkeypatch.setattr(race, "is_missing", missing.__eq__)
+        with pytest.raises(Skipped, match=f"^{missing} is not installed$"):
+            race.check_race(Work("cpu", True, tmp_path))
+
+
+@pytest.mark.slow
+def test_an_error_of_a_side_ends_the_race(tmp_path: Path) -> None:
+    side = race.Side("another", Work("cpu", True, tmp_path), "0.5b", 1)
+    try:
+        with pytest.raises(RuntimeError, match=r"^another: KeyError"):
+            side.call()
+    finally:
+        side.close()
+
+
 @pytest.mark.slow
 def test_checks_run_with_small_shapes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks that start no process of ranks or engines, and the checks that do not apply to a CPU."""
-    names = ["operator", "attention", "step-0.5b", "memory-0.5b", "resume"]
+    names = [
+        "operator",
+        "attention",
+        "first-shapes",
+        "step-0.5b",
+        "memory-0.5b",
+        "prime-rl-4b-lora",
+        "resume",
+    ]
     checks = {name: gpu_check.CHECKS[name] for name in names}
     code, report = run(checks, tmp_path, monkeypatch)
     assert code == 0, report
@@ -204,4 +270,6 @@ def test_checks_run_with_small_shapes_on_a_cpu(tmp_path: Path, monkeypatch: pyte
     assert {line["status"] for line in lines.values()} == {"ok"}
     times = {"time/sample", "time/logprobs", "time/update", "perf/trained_tokens_per_s"}
     assert times <= lines["step-0.5b"]["values"].keys()
+    assert lines["first-shapes"]["values"]["new_over_known"] > 0
+    assert lines["prime-rl-4b-lora"]["values"]["prime_rl_tokens_per_s"] == 6229
     assert lines["resume"]["values"]["next_state_equal"] is True

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bandpo_cli.config.task import Fields
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.fields import (
+from bandpo_cli.tasks.rows import (
     ANSWER_NAMES,
     as_answer,
     as_level,

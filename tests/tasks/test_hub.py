@@ -9,8 +9,8 @@ import datasets
 import pytest
 
 from bandpo_cli.config.task import DataTask, Source
-from bandpo_cli.datasets import DATASETS
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.registries import DATASETS
 from bandpo_cli.tasks.question_answers import load_questions
 from bandpo_cli.tasks.rows import read_rows
 from bandpo_cli.tasks.task import build_task

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from bandpo_cli.config.task import DataTask, Fields, Source
-from bandpo_cli.datasets import TEMPLATES
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.registries import TEMPLATES
 from bandpo_cli.tasks.question_answers import load_questions, question_key
 from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.tasks.task import Task, build_prompt, build_task

@@ -27,9 +27,7 @@ def run_command(cwd: Path, *arguments: str, uri: str | None = None) -> Done:
 
 @pytest.mark.slow
 def test_a_secret_of_the_environment_or_a_flag_is_stored_and_printed_nowhere(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "bandpo_cli.experiments.doctor._check_imports", lambda _: None
-    )  # no output of its own
+    monkeypatch.setattr("bandpo_cli.cli.doctor._check_imports", lambda _: None)  # no output of its own
     done = run_command(tmp_path, *TRAIN, "--name", "a", uri=ADDRESS)
     assert " ".join(done.out.split()).count("bandpo sync a") == 1, done.out
     for arguments in (

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.models.load import load_policy, save_policy
-from bandpo_cli.sampling.sampler import SamplingParams
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.sampler import SamplingParams, TransformersSampler
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task

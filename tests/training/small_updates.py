@@ -13,8 +13,7 @@ from bandpo_cli.methods.band_and_clip import BandSettings
 from bandpo_cli.methods.loss import PolicyLoss, policy_loss
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import group_advantages
-from bandpo_cli.sampling.sampler import SamplingParams
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.sampler import SamplingParams, TransformersSampler
 from bandpo_cli.training.experience import Experience, prepare_updates
 from bandpo_cli.types import Grade, Group, Problem, Rollout
 from tests.conftest import random_model

@@ -27,10 +27,3 @@ def test_problems_with_long_prompts_are_dropped_and_counted() -> None:
     assert seen == {problem.id for problem in kept}
     assert dropped > 0
     assert any(f"training: {dropped:,} of" in note for note in components.notes)
-
-
-@pytest.mark.slow
-def test_a_prompt_limit_that_drops_every_problem_is_refused() -> None:
-    config = resolve([{"sampling": {"max_prompt_tokens": 3}}])
-    with pytest.raises(ConfigError, match="max_prompt_tokens = 3: all "):
-        build_components(config, build_task(config.task))

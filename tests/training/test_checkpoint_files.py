@@ -112,21 +112,6 @@ def test_a_full_disk_is_reported_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_fills_up_while_writing_keeps_the_older_checkpoint(
-    embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained = fresh(embedded, torch.float32)
-    save_checkpoint(*trained, replace(STEP, step=5), tmp_path / "step-000005")
-
-    def no_space(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(RunError, match="cannot be written: No space left"):
-        save_checkpoint(*trained, STEP, tmp_path / "step-000010")
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
-
-
 def test_an_incomplete_checkpoint_is_replaced(embedded: Policy, tmp_path: Path) -> None:
     trained = fresh(embedded, torch.float32)
     for name in (".step-000010.writing", "step-000010"):

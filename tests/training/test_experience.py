@@ -13,8 +13,7 @@ from bandpo_cli.models import logprobs
 from bandpo_cli.models.load import Policy, load_reference
 from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
 from bandpo_cli.objective.policy_objective import policy_objective
-from bandpo_cli.sampling.sampler import is_exact
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.sampler import TransformersSampler, is_exact
 from bandpo_cli.training import experience, update
 from bandpo_cli.training.experience import Experience, active_groups, prepare_updates
 from bandpo_cli.training.metrics import token_metrics, update_metrics

@@ -153,7 +153,7 @@ def test_evaluations_are_due_at_the_start_every_second_step_and_the_end(recorded
     assert [line["step"] for line in lines if any(key.startswith("eval/") for key in line)] == [0, 2, 4, 5]
     names = sorted(path.name for path in (recorded.folder.path / "evals").iterdir())
     assert names == [f"step-00000{step}.json" for step in (0, 2, 4, 5)]
-    assert not [key for key in lines[0] if not key.startswith(("step", "eval/", "time/"))]
+    assert not [key for key in lines[0] if not key.startswith(("step", "eval/", "time/", "compute/"))]
 
 
 def check_checkpoint(recording: Recording, step: int) -> None:
@@ -196,7 +196,7 @@ def test_the_callback_receives_the_phases_of_a_step_in_order(recorded: Recording
         expected = [*(update if number else []), *extra[number]]
         assert step.phases == expected
         times = {key for key in recorded.line(number) if key.startswith("time/")}
-        assert times == {"time/step", *(f"time/{phase}" for phase in expected)}
+        assert times == {"time/step", "time/total", *(f"time/{phase}" for phase in expected)}
 
 
 def test_the_report_of_a_step_is_its_line_and_its_first_rollout(recorded: Recording) -> None:

@@ -1,14 +1,11 @@
 """Calls of the sampler by the training loop: prompts, settings, seeds, versions, weights, and their order."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError
-from bandpo_cli.types import Completion
 from tests.training.recording import Recording, execute, prepare_run, run, same_weights
 
 TWO_BATCHES: dict[str, Any] = {
@@ -163,20 +160,3 @@ def test_a_stale_engine_stops_the_run_and_is_not_evaluated(tmp_path: Path, small
         execute(recording)
     assert [line["step"] for line in recording.folder.read_metrics()] == [0]
     assert not (recording.folder.path / "evals" / "step-000001.json").exists()
-
-
-def test_one_stale_completion_stops_the_run(tmp_path: Path, small_model: Path) -> None:
-    recording = prepare_run(tmp_path / "a", small_model, {"evaluation": {"every": 0}})
-    sampler: Any = recording.components.sampler
-    sample = sampler.sample
-
-    def with_a_stale_one(
-        prompts_P: Sequence[Sequence[int]], params: SamplingParams, seed: int
-    ) -> list[list[Completion]]:
-        groups: list[list[Completion]] = sample(prompts_P, params, seed)
-        groups[-1][-1] = replace(groups[-1][-1], policy_version=1)
-        return groups
-
-    sampler.sample = with_a_stale_one
-    with pytest.raises(StaleEngineError, match="weights of update 1, the policy is at 0"):
-        execute(recording)

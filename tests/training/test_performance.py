@@ -12,7 +12,7 @@ from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import load_policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.training.performance import PEAK_FLOPS, PackedWork, StepTimer, peak_flops
+from bandpo_cli.training.performance import PEAK_FLOPS, PackedWork, RunTotals, StepTimer, peak_flops
 from bandpo_cli.training.rollout_batches import SampledGroups
 from tests.training.recording import Recording
 
@@ -94,7 +94,9 @@ def test_utilisation_and_peak_memory_of_a_card(policy: Any, monkeypatch: pytest.
     with PackedWork(policy.model) as work:
         work._device, work.peak, work.flops = torch.device("cuda"), 10e12, 1e12
         work.note_memory()
-        metrics = work.metrics(timer, SampledGroups(1, 0, 0, 1.0, [], []), [], released=4 * 2**30)
+        metrics = work.metrics(
+            timer, SampledGroups(1, 0, 0, 1.0, [], []), [], RunTotals([]), released=4 * 2**30
+        )
     assert metrics["perf/model_flop_utilisation"] == pytest.approx(0.05)
     assert metrics["perf/peak_memory_gib"] == 3.0, "that of the updates, without the engine"
     assert resets == [torch.device("cuda")] * 2, "each peak is its own"

@@ -366,9 +366,3 @@ def test_damaged_shards_are_one_error_line(
     with pytest.raises(UserError, match="to resume from the previous one") as error:
         load_checkpoint(*of_four[0], folder)
     assert "\n" not in str(error.value)
-
-
-def test_the_shards_of_another_model_are_refused(of_four: tuple[Trained, Path]) -> None:
-    """Masters belong to a bfloat16 model."""
-    with pytest.raises(UserError, match="belongs to other parameters or types"):
-        load_checkpoint(*trained("narrow", torch.float32), of_four[1])

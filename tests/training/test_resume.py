@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,30 +154,6 @@ def test_a_fork_that_drops_the_batch_sampled_ahead_has_the_same_problems(
             pq.read_table(path / name).column("problem_id").to_pylist() for path in (whole, forked)
         )
         assert problems == uninterrupted
-
-
-@pytest.mark.slow
-def test_checkpoints_in_the_background_change_no_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With checkpoints removed meanwhile; threads write all but the last one."""
-    keep = {"every": 1, "keep_last": 1, "keep_best": 1}
-    threads: list[str] = []
-    start = threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", lambda self: (threads.append(self.name), start(self)))
-    runs = [
-        run(
-            resolve([SMALL, {"checkpoint": {**keep, "background": background}}]),
-            RunFolder.create(tmp_path, name),
-        )
-        for name, background in (("waits", False), ("trains", True))
-    ]
-    check_equal(*runs)
-    assert threads.count("checkpoint") == 3
-    for folder in runs:
-        lines = folder.read_metrics()
-        assert [line["step"] for line in lines if "time/checkpoint" in line] == [1, 2, 3, 4]
-        assert all(0 < line.get("time/checkpoint", 1e-9) < line["time/step"] for line in lines)
 
 
 @pytest.mark.slow

@@ -35,8 +35,7 @@ from bandpo_cli.models.weights import (
     weights_to_save,
 )
 from bandpo_cli.processes.ranks import SINGLE, Ranks
-from bandpo_cli.sampling.sampler import SamplingParams
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.sampler import SamplingParams, TransformersSampler
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.build import build_components

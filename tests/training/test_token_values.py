@@ -110,7 +110,7 @@ def test_values_follow_the_order_of_the_samples_and_dropped_groups_have_none() -
 def test_the_first_every_nth_and_the_last_step_are_recorded() -> None:
     for every, expected in ((3, [1, 3, 6, 8]), (0, []), (1, [*range(1, 9)])):
         config = resolve([{"steps": 8, "tracking": {"tokens_every": every}}])
-        assert [step for step in range(1, 9) if is_recorded(config, step)] == expected
+        assert [step for step in range(1, 9) if is_recorded(config, step, config.steps)] == expected
 
 
 def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:

@@ -8,17 +8,33 @@ pytest.importorskip("vllm")
 
 from scripts.gpu_check import engines
 from scripts.gpu_check.grader import GRADER
+from scripts.gpu_check.race import PHASES, STEPS, RaceWork, run_bandpo
+from scripts.gpu_check.throughput import TINY_SEQUENCES
 from scripts.gpu_check.work import Work
+from tests.scripts.race_lane import RecordingLane
 
 pytestmark = pytest.mark.vllm
 
 
-def test_five_syncs_are_measured_and_their_gaps_are_small(tmp_path: Path) -> None:
-    measured = engines.check_vllm(Work("cpu", True, tmp_path))
+def test_syncs_and_decoding_steps_of_one_engine_are_measured(tmp_path: Path) -> None:
+    work = Work("cpu", True, tmp_path)
+    measured = engines.check_vllm(work)
     assert measured.shortfalls == []
     assert measured.values["syncs"] == engines.SYNCS == 5
     assert 0 < measured.values["sync_gap_max"] < 0.05
     assert measured.values["cudagraph_mode"] == "NONE", "there are none on a CPU"
+    decoding = engines.check_decode(work).values
+    for count in TINY_SEQUENCES:
+        in_python = 1e-3 * count * decoding[f"python_us_per_sequence_{count}"]
+        assert 0 < in_python < decoding[f"ms_per_step_{count}"], "the model has its part of a step"
+
+
+def test_bandpo_trains_the_blocks_of_the_race(tmp_path: Path) -> None:
+    lane = RecordingLane()
+    run_bandpo(RaceWork("cpu", True, tmp_path), "0.5b", lane, blocks=2)  # type: ignore[arg-type]
+    assert lane.waits == [None, "ready"]
+    assert lane.ends == [False] * (2 * STEPS - 1) + [True]
+    assert all(phases.keys() == set(PHASES["bandpo"]) for phases in lane.phases)
 
 
 def test_rewards_of_both_orders_of_grading_are_compared(

@@ -17,9 +17,14 @@ import torch
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.sampling import sync_check, vllm_sampler, vllm_worker
-from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, StaleEngineError, Turn
+from bandpo_cli.sampling.sampler import (
+    SampleRequest,
+    SamplingParams,
+    StaleEngineError,
+    TransformersSampler,
+    Turn,
+)
 from bandpo_cli.sampling.sync_check import HALF_PRECISION_LIMIT
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
 
 pytest.importorskip("vllm")

@@ -1,0 +1,23 @@
+"""A stand-in for the pipe between `make gpu-check` and one side of its race."""
+
+
+class RecordingLane:
+    """Records what a side reports and lets it train without a pause.
+
+    Attributes:
+        waits: the answer of each wait.
+        ends: per step whether it was the last one of the side.
+        phases: per step the seconds of its phases.
+    """
+
+    def __init__(self) -> None:
+        self.waits: list[object] = []
+        self.ends: list[bool] = []
+        self.phases: list[dict[str, float]] = []
+
+    def wait(self, answer: object = None) -> None:
+        self.waits.append(answer)
+
+    def end_step(self, phases: dict[str, float], is_last: bool) -> None:
+        self.phases.append(phases)
+        self.ends.append(is_last)
