@@ -274,7 +274,8 @@ def _statistics(
     """Return the sentences of the methods on intervals, tests and fits."""
     tests = (
         f"Variants were compared with {baseline} over common seeds by paired t-tests, with p-values adjusted over the "
-        f"variants of a metric by Holm's method; equivalence within ±{margin:g} of accuracy, by two one-sided t-tests"
+        f"variants of a metric by Holm's method; equivalence within ±{margin:g} of held-out accuracy, "
+        "by two one-sided t-tests"
     )
     sentences = ["Metrics are means over seeds with 95% intervals of Student's t"]
     sentences += [tests] if differences else []
