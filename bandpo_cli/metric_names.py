@@ -3,7 +3,10 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from bandpo_cli.errors import UserError
 
 CLOCK_PREFIXES = ("time/", "perf/")
 """Metrics with these prefixes depend on the machine and its load. Two runs of one configuration are equal if all other
@@ -29,17 +32,43 @@ TOTALS = (SAMPLED_TOKENS, TRAINED_TOKENS, FLOPS, TOTAL_SECONDS)
 
 
 class Axis(NamedTuple):
-    """What a curve can be plotted over: a key of metrics.jsonl that never decreases, and its name with the unit."""
+    """What a curve can be plotted over: a value of `--x`, a key of metrics.jsonl that never decreases, and its name."""
 
+    name: str
     key: str
     label: str
 
+    def text(self, value: float) -> str:
+        """Return a value with its unit: `812 seconds of training`, `1.23e6 sampled tokens`."""
+        number = f"{value:,.0f}" if value < 1e6 else f"{value:.3g}".replace("e+0", "e").replace("e+", "e")
+        return f"{number} {self.label}"
 
+    def missing(self, folder: Path, step: int) -> UserError:
+        """Return the error for a run whose line of this step does not have the metric."""
+        return UserError(
+            f"--x {self.name}: the record of {folder} has no {self.key} at step {step}, since verl or an earlier "
+            "version of bandpo wrote it; use --x step"
+        )
+
+    def by_step(self, records: Iterable[Mapping[str, Any]], folder: Path) -> dict[float, float]:
+        """Return what a run has taken by step. Raise UserError if a line of its record does not have the metric."""
+        amounts: dict[float, float] = {}
+        for record in records:
+            if not isinstance(amount := record.get(self.key), int | float):
+                raise self.missing(folder, record["step"])
+            amounts[record["step"]] = amount
+        return amounts
+
+
+STEP = Axis("step", "step", "step")
 AXES = {
-    "step": Axis("step", "step"),
-    "tokens": Axis(SAMPLED_TOKENS, "sampled tokens"),
-    "flops": Axis(FLOPS, "model FLOPs"),
-    "seconds": Axis(TOTAL_SECONDS, "seconds of training"),
+    axis.name: axis
+    for axis in (
+        STEP,
+        Axis("tokens", SAMPLED_TOKENS, "sampled tokens"),
+        Axis("flops", FLOPS, "model FLOPs"),
+        Axis("seconds", TOTAL_SECONDS, "seconds of training"),
+    )
 }
 """The axes by the values of `--x`."""
 

@@ -35,7 +35,7 @@ def place() -> str:
     return str(load_function("module_in_folders:place")())
 
 
-def test_the_run_folder_comes_first_in_a_resume_then_the_current_folder(folders: dict[str, Path]) -> None:
+def test_the_run_folder_comes_first_in_a_resume_then_the_current_folder(folders):
     """Modules with one name in several folders are not confused, also within one process."""
     add_code_folder(folders["config"])
     path = [*sys.path]
@@ -48,7 +48,7 @@ def test_the_run_folder_comes_first_in_a_resume_then_the_current_folder(folders:
     assert sys.path == path
 
 
-def test_a_file_beside_a_config_file_is_a_module(folders: dict[str, Path]) -> None:
+def test_a_file_beside_a_config_file_is_a_module(folders):
     (folders["current"] / "module_in_folders.py").unlink()
     (folders["config"] / "run.yaml").write_text("steps: 3\n")
     with pytest.raises(ValueError, match=r"searched the current folder .*/current and the Python path"):
@@ -59,7 +59,7 @@ def test_a_file_beside_a_config_file_is_a_module(folders: dict[str, Path]) -> No
         load_function("module_beside_config:place")
 
 
-def test_child_processes_search_the_same_folders(folders: dict[str, Path]) -> None:
+def test_child_processes_search_the_same_folders(folders):
     before = os.environ[FOLDERS_VARIABLE]
     assert str(folders["run"]) in code_first_in(folders["run"])[FOLDERS_VARIABLE]
     with code_from(folders["run"]):
@@ -67,7 +67,7 @@ def test_child_processes_search_the_same_folders(folders: dict[str, Path]) -> No
     assert os.environ[FOLDERS_VARIABLE] == before
 
 
-def test_copies_are_kept_and_compared(folders: dict[str, Path]) -> None:
+def test_copies_are_kept_and_compared(folders):
     """Names with a signature and in lists count; packages, installed modules and other texts do not."""
     run = folders["run"]
     (run / "module_in_folders.py").unlink()

@@ -36,13 +36,13 @@ def wrapped(inner: BaseException, raised_from: bool = True, hidden: bool = False
     ],
     ids=lambda error: str(error)[:40],
 )  # fmt: skip
-def test_failed_allocations_are_recognised_also_when_wrapped(error: Exception) -> None:
+def test_failed_allocations_are_recognised_also_when_wrapped(error):
     for outer in (error, wrapped(error), wrapped(wrapped(error)), wrapped(error, raised_from=False)):
         assert find_out_of_memory(outer) is error
     assert not find_out_of_memory(wrapped(error, raised_from=False, hidden=True)), "raised `from None`"
 
 
-def test_other_errors_are_not() -> None:
+def test_other_errors_are_not():
     first = wrapped(ValueError("no"))
     cycle = wrapped(first)
     first.__cause__ = cycle
@@ -50,7 +50,7 @@ def test_other_errors_are_not() -> None:
     assert not any(map(find_out_of_memory, [*others, wrapped(others[1]), cycle]))
 
 
-def test_a_failure_after_the_end_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_after_the_end_is_a_warning(caplog):
     caplog.set_level(logging.WARNING, "bandpo_cli")
     with warn_on_failure("the file cannot be written"):
         raise OSError(errno.ENOSPC, "full", "/x")
@@ -68,7 +68,7 @@ def close() -> None:
     raise RuntimeError("no")
 
 
-def test_closing_never_replaces_the_error_of_the_body(caplog: pytest.LogCaptureFixture) -> None:
+def test_closing_never_replaces_the_error_of_the_body(caplog):
     caplog.set_level(logging.WARNING, "bandpo_cli")
     with closed_at_end("an engine", close):
         pass

@@ -8,7 +8,6 @@ once; without a number it takes all.
 import contextlib
 import json
 import random
-import re
 import resource
 import statistics
 import subprocess
@@ -128,7 +127,8 @@ def print_slow_calls(step: int) -> None:
 
 
 ROOT = Path(__file__).parents[1]
-GARBLED = ROOT.parent / "shared" / "data" / "garbled_completions.jsonl"
+
+
 LONG_TEXTS = st.builds(
     lambda pieces, length, end: "".join(pieces) * (length // len("".join(pieces))) + end,
     st.lists(st.sampled_from(PIECES), min_size=1, max_size=4),
@@ -140,7 +140,7 @@ long_text_settings = settings(deadline=None, max_examples=25)
 
 
 @pytest.mark.slow
-def test_texts_of_many_shapes_take_linear_time() -> None:
+def test_texts_of_many_shapes_take_linear_time():
     command = [sys.executable, "-m", "tests.test_long_texts", "24"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
@@ -150,7 +150,7 @@ def test_texts_of_many_shapes_take_linear_time() -> None:
 
 @long_text_settings
 @given(LONG_TEXTS)
-def test_every_long_completion_gets_a_verdict_and_a_short_vote(text: str) -> None:
+def test_every_long_completion_gets_a_verdict_and_a_short_vote(text):
     grade_or_pair = grade_math(Problem("p", "", "5", "t", "math"), text)
     if not isinstance(grade_or_pair, Grade):
         assert max(map(len, grade_or_pair)) <= MAX_ANSWER_CHARS
@@ -165,43 +165,14 @@ def test_every_long_completion_gets_a_verdict_and_a_short_vote(text: str) -> Non
 
 @long_text_settings
 @given(LONG_TEXTS)
-def test_any_long_reference_is_an_answer_or_none(text: str) -> None:
+def test_any_long_reference_is_an_answer_or_none(text):
     answer = as_answer(text)
     assert answer is None or answer
     problem = Problem("p", "", text, "t", "math")
     assert isinstance(grade_math(problem, "Answer: 5"), Grade | tuple)
 
 
-def unwrap_step_by_step(answer: str) -> str:
-    """Remove one layer of formatting after another, as `unwrap` did in quadratic time."""
-    stripped = answer.strip(" \t\r\n*`").removesuffix(".").rstrip()
-    for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-        inner = stripped[len(left) : -len(right)]
-        if stripped.startswith(left) and stripped.endswith(right) and inner and left not in inner:
-            stripped = inner
-            break
-    return answer if stripped == answer else unwrap_step_by_step(stripped)
-
-
-FORMATTING = [*"$*.` \n\\()[]x\u00a0\u2003\x0b", "$$", r"\(", r"\)", r"\[", r"\]"]
-
-
-@given(st.lists(st.sampled_from(FORMATTING)).map("".join))
-def test_unwrap_equals_its_definition_layer_by_layer(answer: str) -> None:
-    assert unwrap(answer) == unwrap_step_by_step(answer)
-
-
-@given(st.text(alphabet=" 1a+", max_size=14))
-def test_votes_of_countdown_keep_only_spaces_between_digits(text: str) -> None:
-    assert (vote_countdown(text) or "") == re.sub(r"(?<![0-9 ]) +| +(?![0-9 ])", "", text.strip())
-
-
-@given(st.text(alphabet=st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]), max_size=30))
-def test_compatibility_form_is_nfkc(text: str) -> None:
-    assert compatibility_form(text) == unicodedata.normalize("NFKC", text)
-
-
-def test_compatibility_form_of_up_to_thirty_marks_is_nfkc() -> None:
+def test_compatibility_form_of_up_to_thirty_marks_is_nfkc():
     rng = random.Random(0)
     for _ in range(300):
         marks = "".join(rng.choices("\u0300\u0327\u0345\u05b0\u3099", k=rng.randrange(25, 31)))
@@ -210,7 +181,7 @@ def test_compatibility_form_of_up_to_thirty_marks_is_nfkc() -> None:
     assert unicodedata.normalize("NFKC", "a" + "\u0327" * 31) != compatibility_form("a" + "\u0327" * 31)
 
 
-def test_long_numbers_of_a_problem_give_one_short_error_line() -> None:
+def test_long_numbers_of_a_problem_give_one_short_error_line():
     problem = Problem("p", "", "5", "t", "countdown", {"numbers": "x" * 100_000 + "\n\x1b"})
     with GraderPool(GradingConfig()) as pool:
         assert [grade.verdict for grade in pool.grade([problem], ["2+3"])] == ["grader-error"]
@@ -218,30 +189,10 @@ def test_long_numbers_of_a_problem_give_one_short_error_line() -> None:
         assert pool.errors["countdown"].isprintable()
 
 
-def test_completion_of_megabytes_in_one_line_is_read_and_graded(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    text = "word " * 1_000_000 + "Answer: 5"
-    path.write_text(json.dumps({"question": "q", "answer": "5", "completions": [text]}) + "\n")
-    [stored] = read_completions(path)["rows"]
-    assert final_answer(stored.completions_G[0].text) == "5"
-
-
-def test_canonical_text_of_a_long_text_is_not_longer() -> None:
+def test_canonical_text_of_a_long_text_is_not_longer():
     for piece in PIECES:
         text = piece * (20_000 // len(piece))
         assert len(canonical_text(text)) <= 3 * len(text)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not GARBLED.is_file(), reason="no garbled_completions.jsonl here")
-def test_garbled_completions_are_graded_before_the_deadline() -> None:
-    """32 bad completions of a half-trained model, which took minutes when one pattern was exponential."""
-    [stored] = read_completions(GARBLED).values()
-    pairs = [(row.problem, completion.text) for row in stored for completion in row.completions_G]
-    with GraderPool(GradingConfig(deadline=60)) as pool:
-        grades = pool.grade(*zip(*pairs, strict=True))
-    assert len(grades) == 32
-    assert {grade.verdict for grade in grades} == {"wrong", "malformed"}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""Metrics that comparisons of runs leave out, and records that show rewards other than 0 and 1."""
-
-from typing import Any
+"""Metrics that comparisons of runs leave out, records with rewards other than 0 and 1, and seeds of a run."""
 
 import pytest
 
@@ -11,10 +9,11 @@ from bandpo_cli.metric_names import (
     is_clock_metric,
     without_clock,
 )
+from bandpo_cli.types import derive_seed
 from scripts.compare_checkouts.compare import CLOCK_KEYS, without_keys
 
 
-def test_times_and_performance_are_left_out_and_nothing_else() -> None:
+def test_times_and_performance_are_left_out_and_nothing_else():
     record = {
         "step": 1,
         "time/step": 2.0,
@@ -61,12 +60,20 @@ def test_times_and_performance_are_left_out_and_nothing_else() -> None:
         ),
     ],
 )
-def test_records_with_rewards_other_than_0_and_1(record: dict[str, Any], nonbinary: bool) -> None:
+def test_records_with_rewards_other_than_0_and_1(record, nonbinary):
     assert has_nonbinary_rewards(record) == nonbinary
 
 
-def test_the_score_of_an_evaluation_is_its_reward_or_in_runs_of_verl_its_accuracy() -> None:
+def test_the_score_of_an_evaluation_is_its_reward_or_in_runs_of_verl_its_accuracy():
     accuracies = {"eval/a/mean_at_4": 0.25, "eval/b/mean_at_4": 0.5}
     assert heldout_score(accuracies) == 0.375
     assert heldout_score(accuracies | {"eval/a/reward": 0.5, "eval/b/reward": 0.75}) == 0.625
     assert heldout_score(accuracies | {"eval/b/mean_at_4": None}) is None
+
+
+def test_seeds_differ_by_run_purpose_and_step():
+    seeds = {
+        derive_seed(seed, purpose, step) for seed in range(5) for purpose in ("a", "b") for step in range(50)
+    }
+    assert len(seeds) == 500
+    assert all(0 <= seed < 2**63 for seed in seeds)

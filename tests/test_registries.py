@@ -46,14 +46,14 @@ REGISTRIES: list[Registry[Entry]] = [
 
 
 @pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.kind)
-def test_each_attribute_that_an_entry_names_exists(registry: Registry[Entry]) -> None:
+def test_each_attribute_that_an_entry_names_exists(registry):
     for entry in registry.values():
         for value in vars(entry).values():
             if isinstance(value, str) and value.startswith("bandpo_cli."):
                 assert callable(load_attribute(value)) or isinstance(load_attribute(value), dict), value
 
 
-def test_the_settings_classes_have_their_entries_names() -> None:
+def test_the_settings_classes_have_their_entries_names():
     for name, method in METHODS.items():
         settings = load_attribute(method.settings)
         assert issubclass(settings, MethodSettings)
@@ -64,14 +64,14 @@ def test_the_settings_classes_have_their_entries_names() -> None:
         assert settings(name=name).name == name
 
 
-def test_the_entries_of_data_sets_refer_to_registered_names() -> None:
+def test_the_entries_of_data_sets_refer_to_registered_names():
     for entry in DATASETS.values():
         assert entry.grader in GRADERS
         assert all(DATASETS[name].eval_split for name in entry.evaluation)
         assert task_kind(entry.name) == "data"
 
 
-def test_names_of_entries_in_messages_and_help_texts() -> None:
+def test_names_of_entries_in_messages_and_help_texts():
     registry = Registry("pet", [Entry("cat", ""), Entry("dog", ""), Entry("ant", "")])
     assert registry.names_text() == "cat, dog or ant"
     assert registry.names_text(["cat", "ant"]) == "cat or ant"
@@ -84,7 +84,7 @@ def test_names_of_entries_in_messages_and_help_texts() -> None:
         registry.register(Entry("dog", "another dog"))
 
 
-def test_a_function_path_is_accepted_where_the_registry_says_so() -> None:
+def test_a_function_path_is_accepted_where_the_registry_says_so():
     assert DIVERGENCES.check_name("module:function") == "module:function"
     assert DIVERGENCES.names_text().endswith("js, or a custom f as module:function")
     with pytest.raises(ValueError, match="or a custom f as module:function"):
@@ -93,9 +93,7 @@ def test_a_function_path_is_accepted_where_the_registry_says_so() -> None:
     assert not any(map(is_function_path, ["", "a", "a:", ":b", "a b:c", "a..b:c", "a:b:c"]))
 
 
-def test_a_custom_function_is_imported_from_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_custom_function_is_imported_from_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "registries_custom.py").write_text("number = 3\ndef double(x):\n    return 2 * x\n")
     (tmp_path / "registries_exits.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
@@ -145,7 +143,7 @@ def outputs() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_help_texts_name_the_registered_entries(outputs: dict[str, str]) -> None:
+def test_help_texts_name_the_registered_entries(outputs):
     for command, options in HELPS.items():
         for option in options:
             _, _, text = outputs[command].partition(f"\n│ {option} ")
@@ -153,7 +151,7 @@ def test_help_texts_name_the_registered_entries(outputs: dict[str, str]) -> None
 
 
 @pytest.mark.slow
-def test_a_registered_divergence_and_method_have_bounds(outputs: dict[str, str]) -> None:
+def test_a_registered_divergence_and_method_have_bounds(outputs):
     dummy, chi2, method = json.loads(outputs[BOUNDS[0]])
     assert dummy["upper"] == pytest.approx(chi2["upper"], rel=1e-9)
     assert (method["divergence"], method["lower"], method["upper"]) == ("dummy", 0.9, 1.1)
@@ -173,7 +171,7 @@ def _dummies() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_dummies")
-def test_sections_of_entries_that_are_registered_later_are_validated() -> None:
+def test_sections_of_entries_that_are_registered_later_are_validated():
     config = resolve([{"bounds": {"method": "dummy", "width": 0.3}, "task": {"name": "dummy"}}])
     assert config.bounds.model_dump() == {"method": "dummy", "width": 0.3}
     assert (config.bounds.slug(), config.bounds.describe()) == ("dummy", "dummy: a dummy")
@@ -192,14 +190,14 @@ def test_sections_of_entries_that_are_registered_later_are_validated() -> None:
         ("bounds={method: dummy, wdth: 1}", r"of 'dummy' \(did you mean 'width'\?\); known: method"),
     ],
 )
-def test_error_messages_name_the_registered_entries(setting: str, message: str) -> None:
+def test_error_messages_name_the_registered_entries(setting, message):
     with pytest.raises(ConfigError, match=message):
         resolve([read_assignments([setting])])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_dummies")
-def test_a_registered_grader_grades_stored_completions(tmp_path: Path) -> None:
+def test_a_registered_grader_grades_stored_completions(tmp_path):
     rows = [{"question": "2 + 2?", "answer": "4", "completions": ["4", "Answer: 4"]}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     flags = ("--grader", "dummy", "--no-mlflow", "--format", "json")
@@ -208,7 +206,7 @@ def test_a_registered_grader_grades_stored_completions(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_dummies")
-def test_a_run_has_registered_entries_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_registered_entries_of_every_kind(tmp_path, monkeypatch):
     """The embedded model reads countdown problems only, so this needs a small language model."""
     from tests.text_model import save_text_model
 

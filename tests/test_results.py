@@ -37,7 +37,7 @@ def lines(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_runs_and_metrics(runs_dir: Path) -> None:
+def test_runs_and_metrics(runs_dir):
     runs, metrics = results.runs(runs_dir), results.metrics("a", runs_dir)
     assert runs[["name", "status", "step", "steps"]].values.tolist() == [["a", "FINISHED", 2, 2]]
     written = lines(runs_dir / "a")
@@ -48,7 +48,7 @@ def test_runs_and_metrics(runs_dir: Path) -> None:
     assert runs.loc[0, "entropy"] == written[-1]["train/entropy"]
 
 
-def test_samples_and_tokens(runs_dir: Path) -> None:
+def test_samples_and_tokens(runs_dir):
     samples = results.samples(runs_dir / "a")
     assert sorted(samples["step"].unique()) == [1, 2]
     second = samples[samples["step"] == 2].reset_index(drop=True)
@@ -66,7 +66,7 @@ def test_samples_and_tokens(runs_dir: Path) -> None:
     assert len(results.samples("e", runs_dir=runs_dir)) == 6
 
 
-def test_evaluations_are_those_of_the_metrics(runs_dir: Path) -> None:
+def test_evaluations_are_those_of_the_metrics(runs_dir):
     table = results.evaluations("a", runs_dir)
     wide = table[table["set"] == "countdown"].pivot(index="step", columns="metric", values="value")
     for line in lines(runs_dir / "a"):
@@ -77,14 +77,14 @@ def test_evaluations_are_those_of_the_metrics(runs_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("table", [results.metrics, results.samples, results.evaluations])
-def test_a_run_that_is_not_there_is_one_line(table, runs_dir: Path) -> None:
+def test_a_run_that_is_not_there_is_one_line(table, runs_dir):
     with pytest.raises(UserError, match="no run 'nothing'"):
         table("nothing", runs_dir=runs_dir)
     with pytest.raises(UserError, match="step-000009"):
         results.tokens("a", 9, runs_dir)
 
 
-def test_the_help_the_bounds_and_training_import_no_pandas(tmp_path: Path) -> None:
+def test_the_help_the_bounds_and_training_import_no_pandas(tmp_path):
     code = (
         "import sys\nsys.argv = ['bandpo', *{words!r}]\nfrom bandpo_cli.__main__ import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\nsys.exit('pandas' in sys.modules)"

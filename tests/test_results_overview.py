@@ -1,10 +1,7 @@
 """Overviews of runs: the task of a run on files, and the settings that differ from the defaults."""
 
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
-
-import pytest
 
 from bandpo_cli import results
 from bandpo_cli.config.layers import resolve
@@ -19,7 +16,7 @@ from bandpo_cli.storage import files, run_record
 from bandpo_cli.storage.run_folder import RunFolder
 
 
-def test_a_task_of_files_has_their_names() -> None:
+def test_a_task_of_files_has_their_names():
     for task, title in (
         ({"name": "countdown"}, "countdown"),
         ({"name": "gsm8k"}, "gsm8k"),
@@ -29,7 +26,7 @@ def test_a_task_of_files_has_their_names() -> None:
         assert resolve([{"task": task}]).task.title == title
 
 
-def test_template_and_grader_are_changed_settings_and_the_files_are_not() -> None:
+def test_template_and_grader_are_changed_settings_and_the_files_are_not():
     model = {"model": {"dtype": "float32"}}  # a run stores the dtype that it had
     files = {"name": "data", "train": "sums.jsonl", "heldout": "exam.jsonl"}
     assert changed_settings(resolve([model, {"task": files}])) == {}
@@ -43,13 +40,13 @@ def test_template_and_grader_are_changed_settings_and_the_files_are_not() -> Non
     }  # fmt: skip
 
 
-def test_the_defaults_of_a_run_are_those_of_its_model() -> None:
+def test_the_defaults_of_a_run_are_those_of_its_model():
     pretrained = {"model": {"path": "a/b", "dtype": "float32"}, "task": {"name": "countdown"}}
     assert changed_settings(resolve([pretrained])) == {}
     assert changed_settings(resolve([pretrained, {"optim": {"lr": 5e-5}}])) == {"optim.lr": (5e-5, 1e-6)}
 
 
-def test_the_lines_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lines_of_a_run_are_read_once(tmp_path, monkeypatch):
     """A metric without a value at the first or last step has the range of the steps that have one."""
     run = RunFolder.create(tmp_path, "a")
     run.write_config("seed: 3\n")
@@ -70,7 +67,7 @@ def test_the_lines_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert (len(shown["metrics"]), shown["seconds"], shown["heldout"]) == (23, 100, 0.25)
 
 
-def test_an_ended_run_is_read_from_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_run_is_read_from_its_summary(tmp_path, monkeypatch):
     run = RunFolder.create(tmp_path, "a")
     run.write_config("seed: 3\n")
     run.append_metrics({"step": 7, "train/entropy": 0.5, "time/step": 2.0})

@@ -16,6 +16,7 @@ import typer
 
 from bandpo_cli.errors import UserError, unknown_choice
 from bandpo_cli.methods import METHODS
+from bandpo_cli.metric_names import AXES
 from bandpo_cli.paths import folders_containing
 from bandpo_cli.registries import (
     DATASETS,
@@ -384,4 +385,5 @@ ConfigFiles = Annotated[
 Assignments = Annotated[list[str] | None, option("KEY=VALUE", flags=["--set"], help=_SET_HELP)]
 RunsDir = Annotated[Path, option("FOLDER", help=_RUNS_DIR_HELP)]
 TableOrJson = Annotated[str, choice("--format", "table", "json")]
+AxisName = Annotated[str, choice("--x", *AXES, metavar="AXIS", help=f"Axis of compute: {', '.join(AXES)}.")]
 Nproc = Annotated[int | None, option("N", "1", min=1, help=_NPROC_HELP)]

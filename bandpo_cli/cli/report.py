@@ -13,6 +13,7 @@ from rich.text import Text
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import make_table, open_console, print_json
 from bandpo_cli.cli.options import folder_of
+from bandpo_cli.metric_names import AXES
 from bandpo_cli.paths import relative_to_cwd
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def report(
     by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
     out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
     margin: Annotated[float, opt.option("M")] = 0.02,
+    x: opt.AxisName = "step",
     fit: Annotated[bool, opt.option(flags=["--fit"])] = False,
     format_: opt.TableOrJson = "table",
     runs_dir: opt.RunsDir = opt.RUNS,
@@ -43,6 +45,7 @@ def report(
     [bold]bandpo report deltas[/bold]  the sweep in runs/deltas
     [bold]bandpo report runs/clip-* runs/kl-* --baseline clip[/bold]  any runs
     [bold]bandpo report runs --by bounds,optim.lr --out out/lr[/bold]  variants by these settings
+    [bold]bandpo report deltas --x tokens[/bold]  at an equal number of sampled tokens
     [bold]bandpo report deltas --format json[/bold]  in scripts
 
     Args:
@@ -58,7 +61,7 @@ def report(
 
     chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
     folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
-    written = write_report(chosen, folder, margin, fit)
+    written = write_report(chosen, folder, margin, AXES[x], fit)
     if format_ == "json":
         print_json(written.as_json())
     else:
@@ -67,8 +70,6 @@ def report(
 
 def print_report(console: Console, report: Report) -> None:
     """Print the report: finding, leaderboard, notes, files."""
-    from bandpo_cli.reports.write_report import FIT_HEADINGS, fit_cells
-
     soft_wrap = not console.is_terminal  # in a file or a pipe a sentence is a line
 
     def print_text(text: str, heading: str = "", style: str = "") -> None:
@@ -85,7 +86,7 @@ def print_report(console: Console, report: Report) -> None:
         by_set = [metric for metric in report.metrics if metric.key.startswith(("reward/", "accuracy/"))]
         console.print(_report_table(report, by_set, separator))
     for fit in report.fits:
-        cells = zip(FIT_HEADINGS, fit_cells(fit), strict=True)
+        cells = zip(fit.HEADINGS, fit.cells, strict=True)
         print_text(f"{fit.variant}: " + ", ".join(map(" ".join, cells)), "fit: ", "dim")
     for line in report.tuning.notes() if report.tuning is not None else ():
         print_text(line, "tuned: ", "dim")

@@ -31,6 +31,7 @@ from bandpo_cli.cli.console import (
 from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.methods import METHODS
+from bandpo_cli.metric_names import AXES
 from bandpo_cli.processes.watch import read_stacks
 from bandpo_cli.registries import DATASETS, generated_tasks
 
@@ -305,6 +306,7 @@ def view(
     names: Annotated[list[str], opt.argument("RUN [RUN]", complete=folder_of("run", "evaluation"))],
     step: Annotated[int | None, opt.option("N", "the last recorded step", min=0)] = None,
     out: Annotated[Path | None, opt.option("FILE", "view/step-N.html in the folder of the run")] = None,
+    x: opt.AxisName = "step",
     open_: Annotated[bool, opt.option(flags=["--open"])] = False,
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
@@ -329,7 +331,7 @@ def view(
     if len(names) > 2:
         raise UserError(f"{' '.join(names)[:200]}: give one or two runs or evaluations")
     sources = open_sources(names, runs_dir, step)
-    page, *parts = write_page(sources, out or default_path(sources))
+    page, *parts = write_page(sources, out or default_path(sources), AXES[x])
     console = open_console()
     print_line(console, str(page))
     if parts:
@@ -348,6 +350,7 @@ def plot(
     run: RunName,
     format_: Annotated[str, opt.choice("--format", "png", "pdf", "svg")] = "png",
     out: Annotated[Path | None, opt.option("DIR", "plots in the run folder")] = None,
+    x: opt.AxisName = "step",
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
     """Plot accuracy, entropy, clipped tokens and the clip map of a run, which may be in progress.
@@ -364,7 +367,7 @@ def plot(
     folder = RunFolder.open(runs_dir, run).path
     console = open_console()
     try:
-        written = plot_run(folder, out, f".{format_}")
+        written = plot_run(folder, out, f".{format_}", AXES[x])
     except OSError as error:
         target = out or folder / "plots"
         raise UserError(f"--out {target}: cannot be written: {error.strerror or error}") from None

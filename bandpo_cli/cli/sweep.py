@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bandpo_cli.sweeps.sweep_run import States, SweepInfo, SweepResult
 
 _EXECUTION = {
-    "--resume", "--jobs", "--gpus-per-run", "--stop-behind", "--executor", "--ray-address", "--runs-dir"
+    "--resume", "--jobs", "--gpus-per-run", "--stop-behind", "--executor", "--ray-address", "--runs-dir", "--x"
 }  # fmt: skip
 """The options that say how runs are executed, and not which."""
 
@@ -60,6 +60,7 @@ def sweep(
     ray_address: Annotated[
         str | None, opt.option("ADDRESS", "a local cluster that ends with the sweep")
     ] = None,
+    x: opt.AxisName = "step",
     name: Annotated[str | None, opt.option(default="sweep-time")] = None,
     config: opt.ConfigFiles = None,
     set_: opt.Assignments = None,
@@ -152,7 +153,7 @@ def sweep(
             view.print_plan(dry_run_info(request, chosen))
             return
         with exit_on_sigterm():
-            result = run_sweep(request, executor=chosen, runs_dir=runs_dir, name=name, callbacks=[view])
+            result = run_sweep(request, executor=chosen, runs_dir=runs_dir, name=name, callbacks=[view], x=x)
     if result.failures:
         again = shell_command("sweep --resume", result.folder, runs_dir)
         raise RunError(f"{len(result.failures)} of {result.runs} runs failed; try them again: {again}")

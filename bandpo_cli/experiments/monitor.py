@@ -1,6 +1,7 @@
 """Monitors of a run's steps: the criteria of `stop`, advice where nothing is learned, and a profiler trace.
 
-A criterion ends a run once its metric was beyond its limit in a number of consecutive steps.
+A criterion ends a run once its metric was beyond its limit in a number of consecutive steps, and a budget with the step
+that reaches it.
 """
 
 from __future__ import annotations
@@ -107,12 +108,17 @@ class StepMonitor:
 
 
 def stop_reason(config: RunConfig, records: Sequence[Record]) -> str | None:
-    """Return the criterion that ends a run after the last of its lines in `records`, in one line.
+    """Return the criterion or the budget that ends a run after the last of its lines in `records`, in one line.
 
     None if no criterion is fulfilled, or the last step of the run is done.
+
+    Raises:
+        ConfigError: the record has no totals to compare with a budget, since an earlier version began the run.
     """
     if not records or records[-1]["step"] >= config.steps:
         return None
+    if reached := config.stop.budget_reached(records[-1]):
+        return reached
     counts = _steps_beyond(config, records)
     return next((text for count, text in counts if count >= config.stop.steps), None)
 

@@ -289,13 +289,14 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
         raise ConfigError(f"tracking.uri = {tracking.uri} lacks its secret: set MLFLOW_TRACKING_URI")
     done = last_step(folder, own)
     _check_changes(folder, own, config, done, layers, runs_dir)
+    reason = stop_reason(config, folder.read_metrics())
     if is_finished(path):
         if done >= config.steps:
             further = f"; to train further: {command} --steps {2 * config.steps}"
             for schedule in _schedules_over_run(config).values():
                 further = f" (its {schedule} schedule has ended)"
             raise UserError(f"run {name} is complete: {done} of {config.steps} steps{further}")
-        if reason := stop_reason(config, folder.read_metrics()):
+        if reason is not None:
             setting = reason.split()[0]
             raise UserError(f"run {name} has ended: {reason}; to continue: {command} --set {setting}=null")
     complete, damaged = checkpoints.complete_checkpoints(folder)

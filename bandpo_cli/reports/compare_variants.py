@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from bandpo_cli.evaluation.verdicts import MARGIN, conclude, holm, varies
+from bandpo_cli.metric_names import STEP
 from bandpo_cli.reports.report_record import RunRecord
 from bandpo_cli.reports.run_tables import ExcludedRun, RunTables, common_n, percent_text, scores_of
 from bandpo_cli.reports.run_variants import ABSENT, differing_settings, format_setting
@@ -176,6 +177,7 @@ class Report:
         variants: highest value of the first metric first.
         differences: ordered by metric, then by variant.
         margin: margin of equivalence, in units of accuracy.
+        axis, axis_level: the value of `--x`, and the amount of it at which the runs are compared; None for steps.
         tuning: the variants that the settings were chosen from; None for settings that no sweep chose.
         notes: sentences about limits of the comparison.
         files: written files by name.
@@ -205,6 +207,8 @@ class Report:
     environment: Mapping[str, Any]
     methods: str
     margin: float = MARGIN
+    axis: str = STEP.name
+    axis_level: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values that `json.dumps` accepts."""
@@ -225,13 +229,17 @@ def report_metrics(tables: RunTables, sets: Sequence[str], level: float | None) 
     complete = [int(key.removeprefix("pass_at_")) for key in passes if runs[key].notna().all()]
     k = max(complete, default=None)  # None has no values
     over = f"mean over {len(sets)} evaluation sets of " if len(sets) > 1 else ""
+    moment, place, span = "of the last evaluation", "", "steps"
+    if tables.level is not None:
+        place, span = f" at {tables.axis.text(tables.level)}", tables.axis.label
+        moment = f"{place[1:]}, the most that all runs reach, linear between evaluations"
     under = f"mean@{n}" if compared[0] == "accuracy" else "the mean reward"
     unlimited: dict[str, Any] = {"unit": "reward", "smallest": None, "largest": None}
     scores = {
-        "reward": Metric("reward", "held-out reward", "mean reward of the last evaluation", **unlimited),
-        "accuracy": Metric("accuracy", "held-out accuracy", f"mean@{n} of the last evaluation"),
-        "area": Metric("area", "area", f"area under {under} over the steps, divided by the steps"),
-        "pass": Metric(f"pass_at_{k}", f"pass@{k}", f"pass@{k} of the last evaluation"),
+        "reward": Metric("reward", f"held-out reward{place}", f"mean reward {moment}", **unlimited),
+        "accuracy": Metric("accuracy", f"held-out accuracy{place}", f"mean@{n} {moment}"),
+        "area": Metric("area", "area", f"area under {under} over the {span}, divided by the {span}"),
+        "pass": Metric(f"pass_at_{k}", f"pass@{k}{place}", f"pass@{k} {moment}"),
     }
     if "reward" in compared:
         scores["area"] = replace(scores["area"], **unlimited)

@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
+from bandpo_cli.metric_names import STEP, Axis
 from bandpo_cli.storage.files import write_atomically
 
 TEXT_COLOR, MUTED_COLOR, GRID_COLOR = "#1f2430", "#667085", "#e6e8ec"
@@ -98,15 +99,20 @@ def fit_legends(figure: Figure, panels: Sequence[Axes]) -> None:
         axes.set_position((box.x0, box.y0, box.width, top - box.y0))
 
 
-def steps_axis(axes: Axes, steps: Sequence[float]) -> None:
-    """Set the limits of the x axis to the steps, with integer ticks; a single step is in the middle."""
-    low, high = min(steps), max(steps)
+def amount_axis(axes: Axes, axis: Axis, amounts: Sequence[float]) -> None:
+    """Set the limits of the x axis to the steps, or to what runs have taken; a single value is in the middle.
+
+    Steps have integer ticks; large numbers have the prefixes k, M, G, T, P of the SI.
+    """
+    low, high = min(amounts), max(amounts)
     pad = 0.02 * (high - low) if high > low else 1.0
     axes.set_xlim(low - pad, high + pad)
     if low == high:
         axes.set_xticks([low])
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=axis == STEP, steps=[1, 2, 5, 10]))
+    if axis.name in ("tokens", "flops"):
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def save(figure: Figure, path: Path) -> Path:

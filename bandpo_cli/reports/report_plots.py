@@ -20,6 +20,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
 from numpy.typing import NDArray
 
+from bandpo_cli.metric_names import Axis
 from bandpo_cli.reports import plot_style as style
 from bandpo_cli.reports.compare_variants import Limits, Report, interval_band
 from bandpo_cli.reports.plot_style import (
@@ -31,7 +32,15 @@ from bandpo_cli.reports.plot_style import (
     variant_styles,
 )
 from bandpo_cli.reports.run_plots import smooth
-from bandpo_cli.reports.run_tables import RUN, RunTables, Score, common_n, percent_text, scores_of
+from bandpo_cli.reports.run_tables import (
+    RUN,
+    RunTables,
+    Score,
+    at_axis,
+    common_n,
+    percent_text,
+    scores_of,
+)
 from bandpo_cli.reports.run_variants import format_setting
 from bandpo_cli.reports.saturating_fit import SaturatingFit
 from bandpo_cli.reports.tuned_settings import Lines, by_learning_rate
@@ -65,14 +74,18 @@ def plot_all(tables: RunTables, report: Report, out: Path) -> dict[str, Path]:
     every = tables.runs.index.unique("variant")
     styles = variant_styles([name for name in every if name in names], report.baseline)
     scores = scores_of(tables)
-    curves = {score: common_curves(tables.steps[score], names) for score in scores}
+    amounts = None if tables.level is None else tables.steps["amount"]
+    curves = {score: common_curves(tables.steps[score], names, amounts) for score in scores}
     smooth_values = (
         tables.steps["entropy"]
         .dropna()
         .groupby(level=RUN, sort=False)
         .transform(lambda values: smooth(values.tolist())[0])
     )
-    entropy = common_curves(smooth_values.reindex(tables.steps.index), names)
+    entropies = smooth_values.reindex(tables.steps.index)
+    by_step = tuple(common_curves(values, names) for values in (tables.steps["accuracy"], entropies))
+    entropy = common_curves(entropies, names, amounts)
+    over = tables.axis, tables.level
     over_sets = f", mean of {len(sets)} sets" if len(sets) > 1 else ""
     y_labels = {
         "reward": f"held-out reward{over_sets}",
@@ -81,21 +94,21 @@ def plot_all(tables: RunTables, report: Report, out: Path) -> dict[str, Path]:
     figures: dict[str, Figure | None] = {}
     for score in scores:
         title, y_label = f"Held-out {score}", y_labels[score]
-        figures[score] = _plot_over_steps(curves[score], styles, title, subtitle, y_label, _LIMITS[score])
+        figures[score] = _plot_over(over, curves[score], styles, title, subtitle, y_label, _LIMITS[score])
         rates = by_learning_rate(tables.runs, score)
         title += " against learning rate"
         figures[f"{score}_lr"] = plot_by_learning_rate(rates, title, subtitle, y_label, _LIMITS[score])
     figures |= {
-        "entropy": _plot_over_steps(
-            entropy, styles, "Entropy of the policy", subtitle, _ENTROPY, (0, np.inf)
+        "entropy": _plot_over(
+            over, entropy, styles, "Entropy of the policy", subtitle, _ENTROPY, (0, np.inf)
         ),
         "accuracy_entropy": _plot_accuracy_entropy(
-            curves["accuracy"], entropy, styles, report.accuracy_level, subtitle, y_labels["accuracy"]
+            by_step[0], by_step[1], styles, report.accuracy_level, subtitle, y_labels["accuracy"]
         ),
         "clip_by_probability": _plot_clip_table(tables.bins, names, styles, subtitle),
     }
     figures["accuracy_fit"] = _plot_fits(
-        report.fits, curves["accuracy"], styles, subtitle, y_labels["accuracy"]
+        report.fits, styles, subtitle, tables.axis.label, y_labels["accuracy"]
     )
     if (tuning := report.tuning) is not None:
         score = scores[0] if tuning.metric == "area" else tuning.metric
@@ -151,23 +164,46 @@ def plot_by_learning_rate(
     return figure
 
 
-def common_curves(values: pd.Series[float], names: Sequence[str]) -> Curves:
+def common_curves(
+    values: pd.Series[float], names: Sequence[str], amounts: pd.Series[float] | None = None
+) -> Curves:
     """Return the curves of each variant at the steps that all its runs have, without variants that have none.
 
-    `values` has the index variant, seed and step.
+    On another axis, runs are not at the same place at a step: the places are the means over the runs at these steps,
+    within the range of all runs, and the values of a run are linear between its own places.
+
+    Args:
+        values: values with the index variant, seed and step.
+        amounts: what each run has taken on the axis, with the same index; None for steps.
     """
-    tables = {name: values.xs(name, level="variant").unstack("seed").sort_index().dropna() for name in names}
-    return {
-        name: (table.index.to_numpy(float), table.to_numpy().T)
-        for name, table in tables.items()
-        if len(table)
-    }
+    curves = {}
+    for name in names:
+        table = values.xs(name, level="variant").unstack("seed").sort_index().dropna()
+        if not len(table):
+            continue
+        steps = table.index.to_numpy(float)
+        if amounts is None:
+            curves[name] = steps, table.to_numpy().T
+            continue
+        places = amounts.xs(name, level="variant").unstack("seed").loc[table.index]
+        grid = np.unique(places.mean(axis=1).clip(places.iloc[0].max(), places.iloc[-1].min()))
+        curves[name] = grid, np.array([at_axis(table[seed], places[seed], grid) for seed in table])
+    return curves
 
 
-def _plot_over_steps(
-    curves: Curves, styles: LineStyles, title: str, subtitle: str, y_label: str, limits: Limits
+def _plot_over(
+    over: tuple[Axis, float | None],
+    curves: Curves,
+    styles: LineStyles,
+    title: str,
+    subtitle: str,
+    y_label: str,
+    limits: Limits,
 ) -> Figure | None:
-    """Plot one line per variant with its band; values within the limits of a share are shown in percent."""
+    """Plot one line per variant with its band; values within the limits of a share are shown in percent.
+
+    `over` is the axis, and the place on it at which runs are compared, which is marked; None for none.
+    """
     if not curves:
         return None
     bands = _describe_bands({len(values_RS) for _, values_RS in curves.values()})
@@ -186,33 +222,37 @@ def _plot_over_steps(
         marker = "o" if len(steps) <= 12 else None
         axes.plot(steps, values_RS.mean(axis=0), marker=marker, markersize=5, zorder=3, **styles[name])
     _fit_y_axis(axes, shown, limits)
-    style.steps_axis(axes, [step for steps, _ in curves.values() for step in steps])
-    style.label(axes, "step", y_label, percent=limits == SHARE)
+    (axis, level), places = over, [place for grid, _ in curves.values() for place in grid]
+    style.amount_axis(axes, axis, places)
+    if level is not None:
+        dashes: dict[str, Any] = {"linewidth": 1.2, "linestyle": (0, (4, 3)), "zorder": 1}
+        axes.axvline(level, color=style.MUTED_COLOR, **dashes)
+    style.label(axes, axis.label, y_label, percent=limits == SHARE)
     final_values = {name: float(values_RS[:, -1].mean()) for name, (_, values_RS) in curves.items()}
     side_legend(figure, axes, final_values, styles, bands)
     return figure
 
 
 def _plot_fits(
-    fits: Sequence[SaturatingFit], curves: Curves, styles: LineStyles, subtitle: str, y_label: str
+    fits: Sequence[SaturatingFit], styles: LineStyles, subtitle: str, x_label: str, y_label: str
 ) -> Figure | None:
-    """Plot the fitted curves over the mean accuracies, and the identified asymptotes with their intervals."""
-    fits = [fit for fit in fits if fit.curve and fit.variant in curves]
+    """Plot the fitted curves over the mean accuracies, and the intervals of the identified asymptotes."""
+    fits = [fit for fit in fits if fit.curve and fit.variant in styles]
     if not fits:
         return None
     subtitle += " · dots: means over seeds, hollow before the fit; bands: asymptotes, where identified"
     figure, (axes,) = style.new_figure("Saturating fits of held-out accuracy", subtitle)
     for fit in fits:
-        line, (compute, values_RS) = styles[fit.variant], curves[fit.variant]
+        line = styles[fit.variant]
         dots: dict[str, Any] = {"color": line["color"], "marker": "o", "markersize": 5, "linestyle": "none"}
-        early, means = compute < fit.curve[0][0], values_RS.mean(axis=0)
-        axes.plot(compute[~early], means[~early], alpha=0.5, **dots)
-        axes.plot(compute[early], means[early], markerfacecolor="white", **dots)
+        early = len(fit.observed) - fit.evaluations
+        axes.plot(*zip(*fit.observed[:early], strict=True), markerfacecolor="white", **dots)
+        axes.plot(*zip(*fit.observed[early:], strict=True), alpha=0.5, **dots)
         axes.plot(*zip(*fit.curve, strict=True), zorder=3, **line)
         if fit.asymptote is not None and not fit.unidentified:
             axes.axhspan(fit.asymptote.low, fit.asymptote.high, color=line["color"], alpha=0.1, linewidth=0)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
-    style.label(axes, "step", y_label, percent=True)
+    style.label(axes, x_label, y_label, percent=True)
     side_legend(figure, axes, {fit.variant: fit.curve[-1][1] for fit in fits}, styles)
     return figure
 

@@ -15,7 +15,14 @@ from matplotlib.ticker import LogLocator, NullLocator
 from bandpo_cli.bounds.intervals import clip_state
 from bandpo_cli.errors import plural
 from bandpo_cli.evaluation.scores import success_axis, success_histogram
-from bandpo_cli.metric_names import HELDOUT_REWARD, SCORE, has_nonbinary_rewards, probability_bins
+from bandpo_cli.metric_names import (
+    HELDOUT_REWARD,
+    SCORE,
+    STEP,
+    Axis,
+    has_nonbinary_rewards,
+    probability_bins,
+)
 from bandpo_cli.reports import plot_style as style
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import RECORD_FILE, RunFolder
@@ -23,11 +30,11 @@ from bandpo_cli.storage.run_record import iterate_evaluations, read_record
 from bandpo_cli.storage.tables import read_token_table
 
 Record = Mapping[str, Any]
-Curve = dict[int, float]
-"""Values of a metric by step, of the steps that have a value, ascending."""
+Curve = dict[float, float]
+"""Values of a metric by step, or by what the run had taken then, of the steps that have a value, ascending."""
 
-Intervals = Mapping[str, Mapping[int, tuple[float, float]]]
-"""Ends of the 95% interval over problems, by metric and step; only where there is one."""
+Intervals = Mapping[str, Mapping[float, tuple[float, float]]]
+"""Ends of the 95% interval over problems, by metric and place on the axis; only where there is one."""
 
 MAX_POINTS = 5_000  # per kind of token; with more tokens only every second, third, ... is plotted
 _LABEL_CHARS, _SUBTITLE_CHARS = 24, 105  # three legend names fit side by side, a subtitle fits on one line
@@ -51,23 +58,28 @@ _CLIP_LINES = (
 )
 
 
-def plot_run(folder: Path, out: Path | None = None, suffix: str = ".png") -> list[Path]:
+def plot_run(folder: Path, out: Path | None = None, suffix: str = ".png", axis: Axis = STEP) -> list[Path]:
     """Plot the metrics of the run in `folder` and return the files that were written; a plot without data is skipped.
 
     Args:
         out: folder of the plots; None for `plots/` in the run folder.
         suffix: `.png`, `.pdf` or `.svg`.
+        axis: the x axis of the curves.
 
     Raises:
-        UserError: `metrics.jsonl` or the record of an evaluation is damaged.
+        UserError: `metrics.jsonl` or the record of an evaluation is damaged, or the run has no metric of the axis.
     """
     records, subtitle = RunFolder(folder).read_metrics(), run_subtitle(folder)
-    intervals = read_intervals(folder)
+    amounts = axis.by_step(records, folder)
+    intervals = {
+        name: {amounts[step]: ends for step, ends in by_step.items() if step in amounts}
+        for name, by_step in read_intervals(folder).items()
+    }
     figures = {
-        "reward": plot_reward(records, intervals, subtitle),
-        "accuracy": plot_accuracy(records, intervals, subtitle),
-        "entropy": plot_entropy(records, subtitle),
-        "clip": plot_clip(records, subtitle),
+        "reward": plot_reward(records, intervals, subtitle, axis),
+        "accuracy": plot_accuracy(records, intervals, subtitle, axis),
+        "entropy": plot_entropy(records, subtitle, axis),
+        "clip": plot_clip(records, subtitle, axis),
         "clip_map": plot_clip_map(folder, subtitle),
     }
     out = out or folder / "plots"
@@ -108,7 +120,7 @@ def plot_success_histogram(folder: Path) -> Path:
 
 def read_intervals(folder: Path) -> Intervals:
     """Return the 95% intervals of a run's evaluations from `evals/step-*.json`; raise UserError if one is damaged."""
-    intervals: dict[str, dict[int, tuple[float, float]]] = {}
+    intervals: dict[str, dict[float, tuple[float, float]]] = {}
     for row in iterate_evaluations(folder):
         if row["low"] is not None:
             ends = intervals.setdefault(f"eval/{row['set']}/{row['metric']}", {})
@@ -116,16 +128,18 @@ def read_intervals(folder: Path) -> Intervals:
     return intervals
 
 
-def plot_reward(records: Sequence[Record], intervals: Intervals, subtitle: str) -> Figure | None:
+def plot_reward(
+    records: Sequence[Record], intervals: Intervals, subtitle: str, axis: Axis = STEP
+) -> Figure | None:
     """Plot the mean reward of training and, with its interval, of every evaluation set over the steps.
 
     None if rewards are just 0 and 1: their mean is the accuracy.
     """
     if not any(map(has_nonbinary_rewards, records)):
         return None
-    train = series(records, "train/reward")
+    train = series(records, "train/reward", axis)
     names = sorted(filter(HELDOUT_REWARD.fullmatch, {name for record in records for name in record}))
-    curves = [series(records, name) for name in names]
+    curves = [series(records, name, axis) for name in names]
     figure, (axes,) = style.new_figure("Reward", subtitle)
     if train:
         _plot_smoothed(axes, train, "training reward", style.MUTED_COLOR)
@@ -134,19 +148,21 @@ def plot_reward(records: Sequence[Record], intervals: Intervals, subtitle: str) 
         label = f"held-out {style.legend_name(name.split('/', 1)[1].removesuffix('/reward'))}"
         axes.plot(list(curve), list(curve.values()), color=color, label=label, **_HELDOUT_LINE)
     _explain_interval(axes, "95% interval over problems")
-    style.label(axes, "step", "mean reward")
-    return _finish(figure, [axes], [step for curve in (train, *curves) for step in curve])
+    style.label(axes, axis.label, "mean reward")
+    return _finish(figure, axis, [axes], [step for curve in (train, *curves) for step in curve])
 
 
-def plot_accuracy(records: Sequence[Record], intervals: Intervals, subtitle: str) -> Figure | None:
+def plot_accuracy(
+    records: Sequence[Record], intervals: Intervals, subtitle: str, axis: Axis = STEP
+) -> Figure | None:
     """Plot training accuracy and, for every evaluation set, mean@n with its interval and pass@k over the steps.
 
     The intervals of pass@k are not plotted: those of several k overlap.
     """
-    train = series(records, "train/accuracy")
+    train = series(records, "train/accuracy", axis)
     matches = filter(None, map(SCORE.fullmatch, {name for record in records for name in record}))
     names = sorted((match[1], match[2], int(match[3]), match[0]) for match in matches if match[3] != "n")
-    curves = [series(records, name) for *_, name in names]
+    curves = [series(records, name, axis) for *_, name in names]
     steps = [step for curve in (train, *curves) for step in curve]
     if not steps:
         return None
@@ -168,40 +184,40 @@ def plot_accuracy(records: Sequence[Record], intervals: Intervals, subtitle: str
         axes.plot(list(curve), list(curve.values()), color=color, label=name, clip_on=False, **line)
     _explain_interval(axes, "mean: 95% interval over problems")
     axes.set_ylim(0, 1)
-    style.label(axes, "step", "correct answers", percent=True)
-    return _finish(figure, [axes], steps)
+    style.label(axes, axis.label, "correct answers", percent=True)
+    return _finish(figure, axis, [axes], steps)
 
 
-def plot_entropy(records: Sequence[Record], subtitle: str) -> Figure | None:
+def plot_entropy(records: Sequence[Record], subtitle: str, axis: Axis = STEP) -> Figure | None:
     """Plot the entropy of the policy over the steps."""
-    if not (curve := series(records, "train/entropy")):
+    if not (curve := series(records, "train/entropy", axis)):
         return None
     figure, (axes,) = style.new_figure("Entropy of the policy", subtitle)
     meaning = "mean over the sampled tokens, under the policy that sampled them"
     _plot_smoothed(axes, curve, meaning, style.BLUE)
     axes.set_ylim(0, 1.08 * max(*curve.values(), 0.01))
-    style.label(axes, "step", "entropy, nats per token")
-    return _finish(figure, [axes], list(curve))
+    style.label(axes, axis.label, "entropy, nats per token")
+    return _finish(figure, axis, [axes], list(curve))
 
 
-def plot_clip(records: Sequence[Record], subtitle: str) -> Figure | None:
+def plot_clip(records: Sequence[Record], subtitle: str, axis: Axis = STEP) -> Figure | None:
     """Plot the share of clipped tokens over the steps and, if recorded, per bin of probability."""
-    all_lines = ((series(records, name), text, color) for name, text, color in _CLIP_LINES)
+    all_lines = ((series(records, name, axis), text, color) for name, text, color in _CLIP_LINES)
     if not (lines := [line for line in all_lines if line[0]]):
         return None
     bins = probability_bins({name for record in records for name in record if record[name] is not None})
     figure, panels = style.new_figure("Clipped tokens", subtitle, panels=2 if bins else 1)
     for curve, text, color in lines:
         _plot_smoothed(panels[0], curve, text, color, show_values=False)
-    style.label(panels[0], "step", "share of all tokens", percent=True)
+    style.label(panels[0], axis.label, "share of all tokens", percent=True)
     for index, (name, text) in enumerate(bins):
         bin_color = colormaps["viridis"](0.92 * (1 - index / max(len(bins) - 1, 1)))
-        _plot_smoothed(panels[1], series(records, name), f"p {text}", bin_color, show_values=False)
+        _plot_smoothed(panels[1], series(records, name, axis), f"p {text}", bin_color, show_values=False)
     if bins:
-        style.label(panels[1], "step", "clipped share of the tokens in that range of p", percent=True)
+        style.label(panels[1], axis.label, "clipped share of the tokens in that range of p", percent=True)
     for axes in panels:
         axes.set_ylim(bottom=0)
-    return _finish(figure, panels, list(lines[0][0]))
+    return _finish(figure, axis, panels, list(lines[0][0]))
 
 
 def plot_clip_map(folder: Path, subtitle: str) -> Figure | None:
@@ -271,9 +287,9 @@ def run_subtitle(folder: Path) -> str:
     return f"{name} · {', '.join([method, *words])}"
 
 
-def series(records: Iterable[Record], name: str) -> Curve:
-    """Return the values of the metric `name` by step, without the steps that have no value."""
-    return {record["step"]: float(record[name]) for record in records if record.get(name) is not None}
+def series(records: Iterable[Record], name: str, axis: Axis = STEP) -> Curve:
+    """Return the values of the metric `name` over the axis, without the steps that have no value."""
+    return {record[axis.key]: float(record[name]) for record in records if record.get(name) is not None}
 
 
 def smooth(values: Sequence[float]) -> tuple[list[float], int]:
@@ -301,7 +317,7 @@ def _plot_smoothed(axes: Axes, curve: Curve, name: str, color: Any, show_values:
 
 
 def _plot_interval(
-    axes: Axes, steps: Iterable[int], ends: Mapping[int, tuple[float, float]], color: str
+    axes: Axes, steps: Iterable[float], ends: Mapping[float, tuple[float, float]], color: str
 ) -> None:
     """Shade the interval at the `steps` that have one; the interval of a single step is a line."""
     known = [step for step in steps if step in ends]
@@ -318,9 +334,9 @@ def _explain_interval(axes: Axes, meaning: str) -> None:
         axes.fill_between([], [], color=style.MUTED_COLOR, alpha=0.25, label=meaning)
 
 
-def _finish(figure: Figure, panels: Sequence[Axes], steps: Sequence[int]) -> Figure:
-    """Add the step axis and a legend to every panel."""
+def _finish(figure: Figure, axis: Axis, panels: Sequence[Axes], amounts: Sequence[float]) -> Figure:
+    """Add the x axis and a legend to every panel."""
     for axes in panels:
-        style.steps_axis(axes, steps)
+        style.amount_axis(axes, axis, amounts)
     style.fit_legends(figure, panels)
     return figure

@@ -7,7 +7,7 @@ entropies are therefore also taken at the same held-out accuracy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,8 +20,10 @@ from bandpo_cli.metric_names import (
     FLOPS,
     SAMPLED_TOKENS,
     SCORE,
+    STEP,
     TOTAL_SECONDS,
     TRAINED_TOKENS,
+    Axis,
     probability_bins,
 )
 from bandpo_cli.reports.run_variants import VariantRun, differing_settings, read_settings, shorten_list
@@ -68,15 +70,21 @@ class RunTables:
         steps: a row per run and step, with the index variant, seed and step: `entropy`, `seconds`, and the scores of
             the evaluation sets, `accuracy/gsm8k` and `reward/gsm8k`. `tokens`, `trained_tokens`, `flops` and
             `total_seconds` are what the run has taken up to the step (`metric_names.TOTALS`); NaN where not recorded.
+            `amount` is the one of them that is the axis, or the step.
         bins: a row per run and bin of π_old: `variant`, `seed`, `bin` (`0.1 – 0.5`), the `clipped` share of its tokens
             over all steps, and its share of all `tokens`.
         excluded: runs that failed, are not finished, not evaluated at their last step, damaged or missing.
+        axis: what the runs are compared at equal amounts of.
+        level: the largest amount that all runs reach with an evaluation: `runs` and `bins` are of the steps up to it,
+            and the scores in `runs` are linear between evaluations; None for steps, where each run counts to its end.
     """
 
     runs: pd.DataFrame
     steps: pd.DataFrame
     bins: pd.DataFrame
     excluded: tuple[ExcludedRun, ...] = ()
+    axis: Axis = STEP
+    level: float | None = None
 
     def average(self, sets: Sequence[str]) -> RunTables:
         """Return the tables with the metrics over `sets`: `accuracy`, `reward`, `area` and `pass_at_k`.
@@ -88,44 +96,69 @@ class RunTables:
             for key in sorted({column.partition("/")[0] for column in table.columns if "/" in column}):
                 of_sets = table.reindex(columns=[f"{key}/{label}" for label in sets])
                 table[key] = of_sets.astype(float).mean(axis=1, skipna=False)
-        return RunTables(runs, steps, self.bins, self.excluded)
+        return replace(self, runs=runs, steps=steps)
 
 
-def read_runs(selected: Iterable[VariantRun], start: int = 0) -> RunTables:
+def read_runs(selected: Iterable[VariantRun], start: int = 0, axis: Axis = STEP) -> RunTables:
     """Return the runs from step `start` on: the evaluation there, and the steps after it.
 
     Raises:
-        UserError: two runs of a variant have the same seed.
+        UserError: two runs of a variant have the same seed, or a record does not have the metric of the axis.
     """
     excluded: list[ExcludedRun] = []
-    finished: dict[str, dict[int, _Tables]] = {}
+    finished: dict[str, dict[int, _Record]] = {}
     for run in selected:
         try:
-            tables = _read_run(run, start)
+            record = _read_record(run, start, axis)
         except UserError as error:
             excluded.append(ExcludedRun(run.folder.name, run.variant, run.seed, str(error)))
             continue
-        other = finished.setdefault(run.variant, {}).setdefault(run.seed, tables)
-        if other is not tables:
-            keys = ", ".join(differing_settings([other[0]["settings"], tables[0]["settings"]])[:3])
+        other = finished.setdefault(run.variant, {}).setdefault(run.seed, record)
+        if other is not record:
+            keys = ", ".join(differing_settings([other.settings, record.settings])[:3])
             advice = f"they differ in {keys}: add it to --by" if keys else "give only one of them"
             which = f"seed {run.seed} of the variant '{run.variant}'"
-            raise UserError(f"{other[0]['folder']} and {run.folder} are both {which}; {advice}")
-    ordered = [of_variant[seed] for of_variant in finished.values() for seed in sorted(of_variant)]
-    if not ordered:
-        return RunTables(pd.DataFrame(), pd.DataFrame(), pd.DataFrame(), tuple(excluded))
-    rows, steps, bins = zip(*ordered, strict=True)
+            raise UserError(f"{other.run.folder} and {run.folder} are both {which}; {advice}")
+    records = [of_variant[seed] for of_variant in finished.values() for seed in sorted(of_variant)]
+    if not records:
+        return RunTables(pd.DataFrame(), pd.DataFrame(), pd.DataFrame(), tuple(excluded), axis)
+    ends = [float(amounts_of(record.table, axis, record.run.folder).iloc[-1]) for record in records]
+    level = None if axis == STEP else min(ends)
+    measured = [
+        _measure(record, start, axis, end if level is None else level)
+        for record, end in zip(records, ends, strict=True)
+    ]
+    rows, steps, bins = zip(*measured, strict=True)
     runs = pd.DataFrame(rows).set_index(RUN)
-    joined = pd.concat(steps, keys=runs.index, names=[*RUN, "step"])
-    return RunTables(runs, joined, pd.concat(bins, ignore_index=True), tuple(excluded))
+    joined = pd.concat([*steps], keys=[*runs.index], names=[*RUN, "step"])
+    return RunTables(runs, joined, pd.concat(bins, ignore_index=True), tuple(excluded), axis, level)
 
 
-_Tables = tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]
-"""The row of a run, its steps and its bins."""
+def amounts_of(table: pd.DataFrame, axis: Axis, folder: Path) -> pd.Series[float]:
+    """Return what a run has taken on an axis by step, from its metrics.
+
+    Raises:
+        UserError: the record has no such metric.
+    """
+    if axis == STEP:
+        return table.index.to_series().astype(float)
+    amounts = _column(table, axis.key)
+    if amounts.isna().any():
+        raise axis.missing(folder, amounts.index[amounts.isna()][0])
+    return amounts
 
 
-def _read_run(run: VariantRun, start: int) -> _Tables:
-    """Return the tables of a run. Raise UserError with the reason if it has to be excluded."""
+class _Record(NamedTuple):
+    """A run that is not excluded. The metrics are by step; n is that of mean@n by evaluation set."""
+
+    run: VariantRun
+    settings: dict[str, Any]
+    table: pd.DataFrame
+    n: dict[str, str]
+
+
+def _read_record(run: VariantRun, start: int, axis: Axis) -> _Record:
+    """Return the record of a run. Raise UserError with the reason if it has to be excluded."""
     if not run.folder.is_dir():
         raise UserError("its folder does not exist")
     settings = read_settings(run.folder)
@@ -134,37 +167,50 @@ def _read_run(run: VariantRun, start: int) -> _Tables:
     except UserError as error:
         raise UserError(f"damaged: {str(error).replace(f'{run.folder}/', '')}") from None
     last = int(table.index[-1]) if len(table) else 0
-    _check_finished(run.folder, last, settings.get("steps"))
+    _check_finished(run.folder, last, settings.get("steps"), axis)
     evaluated = table.columns[table.iloc[-1].notna()] if len(table) else ()
     matches = [match for match in map(SCORE.fullmatch, evaluated) if match]
     n = {match[1]: match[3] for match in matches if match[2] == "mean"}
     if not n:
         raise UserError(f"no evaluation at its last step, {last}")
+    return _Record(run, settings, table, n)
+
+
+def _measure(
+    record: _Record, start: int, axis: Axis, end: float
+) -> tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]:
+    """Return the row of a run up to `end` on the axis, all of its steps, and its bins up to `end`."""
+    (run, settings, table, n), amounts = record, amounts_of(record.table, axis, record.run.folder)
     training = table.loc[start + 1 :]
     pauses = [_column(training, name).fillna(0.0) for name in ("time/eval", "time/checkpoint")]
     seconds = _column(training, "time/step") - pauses[0] - pauses[1]
     entropy = _column(training, "train/entropy")
     totals = {column: _column(table, name) for column, name in TOTAL_COLUMNS.items()}
-    steps = pd.DataFrame({"entropy": entropy, "seconds": seconds, **totals}, table.index)
+    columns = {"amount": amounts, "entropy": entropy, "seconds": seconds, **totals}
+    steps = pd.DataFrame(columns, table.index)
+    within = amounts.index[amounts <= end]
+    last, training = int(within[-1]), training.loc[: within[-1]]
     row = {
         **vars(run),
         "settings": settings,
         "steps": last,
         "n": n,
-        "entropy": entropy.loc[last - max(1, last // 10) + 1 :].mean(),
+        "entropy": entropy.loc[last - max(1, last // 10) + 1 : last].mean(),
         "clipped": _column(training, "clip/active_fraction").mean(),
-        "seconds_per_step": seconds.mean(),
+        "seconds_per_step": seconds.loc[:last].mean(),
     }
     for label in n:
         accuracy = table[f"eval/{label}/mean_at_{n[label]}"]
         reward = table.get(f"eval/{label}/reward", accuracy)  # verl's runs have no reward
         for key, curve in (("accuracy", accuracy), ("reward", reward)):
             steps[f"{key}/{label}"] = curve
-            row[f"{key}/{label}"] = curve.iloc[-1]
-        row[f"area/{label}"] = area_under(reward.dropna())
-    for match in matches:
+            row[f"{key}/{label}"] = at_axis(curve, amounts, [end])[0]
+        before = reward[amounts < end].set_axis(amounts[amounts < end])
+        last_point = pd.Series({end: row[f"reward/{label}"]})
+        row[f"area/{label}"] = area_under(pd.concat([before, last_point]).dropna())
+    for match in filter(None, map(SCORE.fullmatch, table.columns)):
         if match[2] == "pass" and match[1] in n and match[3].isdecimal():
-            row[f"pass_at_{match[3]}/{match[1]}"] = table[match[0]].iloc[-1]
+            row[f"pass_at_{match[3]}/{match[1]}"] = at_axis(table[match[0]], amounts, [end])[0]
     return row, steps, _bins(training).assign(variant=run.variant, seed=run.seed)
 
 
@@ -173,7 +219,9 @@ def _column(table: pd.DataFrame, name: str) -> pd.Series[float]:
     return table.get(name, pd.Series(np.nan, table.index))
 
 
-def at_axis(curve: pd.Series[float], axis: pd.Series[float], points: Sequence[float]) -> NDArray[np.float64]:
+def at_axis(
+    curve: pd.Series[float], axis: pd.Series[float], points: Sequence[float] | NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Return the values of a curve at points of an axis, [N], linear between the steps that have a value.
 
     Args:
@@ -182,11 +230,16 @@ def at_axis(curve: pd.Series[float], axis: pd.Series[float], points: Sequence[fl
         points: [N], on the axis; a point before the first or after the last value of the curve has NaN.
     """
     known = curve.dropna()
+    if known.empty:
+        return np.full(len(points), np.nan)
     return np.interp(points, axis.loc[known.index], known, left=np.nan, right=np.nan)
 
 
 def area_under(curve: pd.Series[float]) -> float:
-    """Return the area under values by step by the trapezoid rule, divided by the steps it spans; NaN for one step."""
+    """Return the area under values by step, or by what a run has taken, divided by the span; NaN for one value.
+
+    The trapezoid rule is used.
+    """
     if len(curve) < 2:
         return np.nan
     return float(np.trapezoid(curve, curve.index) / (curve.index[-1] - curve.index[0]))
@@ -206,8 +259,11 @@ def _bins(training: pd.DataFrame) -> pd.DataFrame:
     return bins
 
 
-def _check_finished(folder: Path, last: int, steps: Any) -> None:
-    """Raise UserError unless summary.json says FINISHED and metrics.jsonl reaches the configured number of steps."""
+def _check_finished(folder: Path, last: int, steps: Any, axis: Axis) -> None:
+    """Raise UserError unless summary.json says FINISHED and metrics.jsonl reaches the configured number of steps.
+
+    A run that has reached a budget is finished on any axis but steps.
+    """
     of_steps = f"step {last} of {steps}" if isinstance(steps, int) else f"step {last}"
     try:
         summary = read_summary(folder)
@@ -219,7 +275,11 @@ def _check_finished(folder: Path, last: int, steps: Any) -> None:
         status = str(summary.content.get("status", "no status")).lower()
         raise UserError(": ".join(filter(None, [f"{status} at {of_steps}", first_line(summary.error or "")])))
     if summary.stopped_by is not None:
-        raise UserError(f"ended at {of_steps}: {first_line(summary.stopped_by)}")
+        at_budget = summary.stopped_by.startswith(("stop.tokens", "stop.flops"))
+        if at_budget and axis != STEP:
+            return
+        advice = "; --x tokens, flops or seconds compares such runs" if at_budget else ""
+        raise UserError(f"ended at {of_steps}: {first_line(summary.stopped_by)}{advice}")
     if isinstance(steps, int) and last < steps:
         raise UserError(f"metrics.jsonl ends at {of_steps}")
 

@@ -10,6 +10,7 @@ is narrow. A bootstrap of three to five seeds gives intervals that are too narro
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ from scipy import stats
 from scipy.optimize import least_squares
 
 from bandpo_cli.errors import UserError, plural
+from bandpo_cli.metric_names import Axis
 
 Floats = NDArray[np.float64]
 
@@ -43,6 +45,13 @@ class FittedParameter:
     low: float
     high: float
 
+    def text(self, pattern: str) -> str:
+        """Return the value and its interval in a format, such as `0.601 (0.588 – 0.612)`."""
+        interval = (
+            f" ({self.low:{pattern}} – {self.high:{pattern}})" if self.low <= self.high else ""
+        )  # no NaN
+        return f"{self.value:{pattern}}{interval}"
+
 
 @dataclass(frozen=True)
 class SaturatingFit:
@@ -58,6 +67,7 @@ class SaturatingFit:
             − observation at the last evaluation; `naive_rmse` and `naive_final` are those of holding the last accuracy.
             Empty for too few evaluations, as is `curve`.
         curve: compute and accuracy on the fitted curve, over the compute of the evaluations in the fit.
+        observed: compute and accuracy of all evaluations, means over the seeds.
     """
 
     variant: str
@@ -70,6 +80,41 @@ class SaturatingFit:
     unidentified: str
     holdout: dict[str, float]
     curve: Sequence[tuple[float, float]]
+    observed: Sequence[tuple[float, float]]
+
+    HEADINGS: ClassVar = (
+        "evaluations", "R0", "asymptote A", "exponent B", "midpoint C_mid", "RMSE, fit", "RMSE, holding",
+        "error of the last, fit", "error of the last, holding",
+    )  # fmt: skip
+    """Headings of `cells` in tables."""
+
+    @property
+    def cells(self) -> list[str]:
+        """The row of the fit in tables."""
+        cells = [
+            str(self.evaluations),
+            f"{self.initial:.3f}",
+            f"not identified: {self.unidentified}",
+            "–",
+            "–",
+        ]
+        if self.asymptote is not None and self.exponent is not None and self.midpoint is not None:
+            cells[2:] = [self.asymptote.text(".3f"), self.exponent.text(".2f"), self.midpoint.text(".3g")]
+        patterns = {"rmse": ".3f", "naive_rmse": ".3f", "final": "+.3f", "naive_final": "+.3f"}
+        return cells + [
+            f"{self.holdout[name]:{text}}" if self.holdout else "–" for name, text in patterns.items()
+        ]
+
+
+def fit_caption(axis: Axis) -> str:
+    """Return the caption of the table of fits."""
+    return (
+        f"The curve R0 + (A − R0) / (1 + (C_mid/C)^B) (arXiv 2510.13786) of the compute C, in {axis.label}, was fitted "
+        "by least squares to the held-out accuracies after the first tenth of C; R0 is the initial accuracy. Intervals "
+        f"are 95% profile intervals over seeds, and A has a value if its interval is at most {MAX_WIDTH:g} wide. "
+        "Hold-out errors: the last third of the evaluations, predicted from the first two thirds by the fit, and by "
+        "holding the last accuracy"
+    )
 
 
 def fit_variants(
@@ -104,7 +149,10 @@ def fit_curve(variant: str, compute_S: Floats, accuracy_RS: Floats) -> Saturatin
         accuracy_RS.mean(axis=0)[fitted],
         fitted.sum(),
     )
-    fit = SaturatingFit(variant, len(accuracy_RS), int(count), initial, None, None, None, "", {}, ())
+    observed = [*zip(compute_S.tolist(), accuracy_RS.mean(axis=0).tolist(), strict=True)]
+    fit = SaturatingFit(
+        variant, len(accuracy_RS), int(count), initial, None, None, None, "", {}, (), observed
+    )
     if count < MIN_EVALUATIONS:
         reason = f"{plural(fit.evaluations, 'evaluation')} after the first tenth, and the fit needs {MIN_EVALUATIONS}"
         return replace(fit, unidentified=reason)

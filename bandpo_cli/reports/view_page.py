@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from bandpo_cli.config.layers import read_layer
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.metric_names import has_nonbinary_rewards
+from bandpo_cli.metric_names import STEP, Axis, has_nonbinary_rewards
 from bandpo_cli.results import completions_path
 from bandpo_cli.storage.files import replace_nonfinite, step_name, step_of, write_text
 from bandpo_cli.storage.run_folder import RECORD_FILE, EvalFolder, RunFolder, find_folder, shell_command
@@ -213,13 +213,13 @@ def default_path(sources: Sequence[ViewSource]) -> Path:
     return first.folder / "view" / f"{'-with-'.join([stem, *(other.folder.name for other in others)])}.html"
 
 
-def write_page(sources: Sequence[ViewSource], out: Path) -> list[Path]:
+def write_page(sources: Sequence[ViewSource], out: Path, axis: Axis = STEP) -> list[Path]:
     """Write the page of one or two sources with the same problems; return the page and its parts.
 
     Raises:
-        UserError: a file cannot be written.
+        UserError: a file cannot be written, or a run does not have the metric of the x axis of the curves.
     """
-    index, parts = page_data(sources)
+    index, parts = page_data(sources, axis)
     folder = out.with_name(f"{out.stem}_parts")
     texts = [to_json(part) for part in parts]
     is_divided = sum(map(len, texts)) > MAX_PAGE_BYTES
@@ -262,7 +262,9 @@ def to_json(value: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def page_data(sources: Sequence[ViewSource]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def page_data(
+    sources: Sequence[ViewSource], axis: Axis = STEP
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the data of a page: what its tables and headings need, and the parts with texts and values per token."""
     groups: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
@@ -291,7 +293,8 @@ def page_data(sources: Sequence[ViewSource]) -> tuple[dict[str, Any], list[dict[
     for part, (begin, end) in zip(parts, pairwise([*firsts, len(groups)]), strict=True):
         ends = [(source.groups[begin][1].start, source.groups[end - 1][1].stop) for source in sources]
         part["sides"] = [_part_of(source, *span) for source, span in zip(sources, ends, strict=True)]
-    index = {"groups": groups, "sources": [_about(source) for source in sources], "clip": FIXED_CLIP}
+    index = {"groups": groups, "sources": [_about(source, axis) for source in sources], "clip": FIXED_CLIP}
+    index["axis"] = "steps" if axis == STEP else axis.label
     return index, parts
 
 
@@ -315,13 +318,14 @@ def _has_spread(side: Sequence[Mapping[str, Any]]) -> bool:
     return len(rewards) > 1 and max(rewards) - min(rewards) > 1e-9 * max(map(abs, rewards))
 
 
-def _about(source: ViewSource) -> dict[str, Any]:
+def _about(source: ViewSource, axis: Axis) -> dict[str, Any]:
     """Return name, curves, texts of tokens, clipped tokens and differences from the fixed clip of a source."""
+    amounts = axis.by_step(source.metrics, source.folder)
     about: dict[str, Any] = {
         "name": source.name,
         "method": source.method,
-        "step": source.step,
-        "curves": _curves(source.metrics),
+        "place": None if source.step is None else amounts.get(source.step),
+        "curves": _curves(source.metrics, amounts),
     }
     if (values := source.values) is not None:
         clipped = np.flatnonzero(values.clipped)
@@ -354,17 +358,19 @@ def _table(source: ViewSource, values: TokenValues, tokens: NDArray[Any]) -> obj
     return replace_nonfinite([*zip(*(column.tolist() for column in columns), strict=True)])
 
 
-def _curves(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return steps and values of the metrics with a curve."""
+def _curves(metrics: Sequence[Mapping[str, Any]], amounts: Mapping[float, float]) -> list[dict[str, Any]]:
+    """Return places and values of the metrics with a curve; `amounts` are the places by step."""
     keys = [*_CURVES] if any(map(has_nonbinary_rewards, metrics)) else [*_CURVES][1:]
     curves = []
     for key in keys:
-        points = [(line["step"], line[key]) for line in metrics if isinstance(line.get(key), int | float)]
+        points = [
+            (amounts[line["step"]], line[key]) for line in metrics if isinstance(line.get(key), int | float)
+        ]
         stride = -(-len(points) // _MAX_POINTS) or 1
         points = points[:: -stride or None][::-1]
         if points:
-            steps, values = zip(*points, strict=True)
-            curves.append({"name": _CURVES[key], "steps": steps, "values": values})
+            places, values = zip(*points, strict=True)
+            curves.append({"name": _CURVES[key], "places": places, "values": values})
     return curves
 
 

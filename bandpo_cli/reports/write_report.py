@@ -19,6 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.evaluation.verdicts import MARGIN, check_margin
+from bandpo_cli.metric_names import AXES, STEP, Axis
 from bandpo_cli.reports.compare_variants import (
     SPREAD,
     Metric,
@@ -39,7 +40,7 @@ from bandpo_cli.reports.run_variants import (
     differing_settings,
     is_within,
 )
-from bandpo_cli.reports.saturating_fit import FittedParameter, SaturatingFit, fit_variants
+from bandpo_cli.reports.saturating_fit import fit_caption, fit_variants
 from bandpo_cli.reports.tuned_settings import Tuning, read_tuning
 from bandpo_cli.storage.files import write_json, write_text
 from bandpo_cli.storage.run_record import describe_environment
@@ -55,17 +56,6 @@ LEADERBOARD_CAPTION = (
     "Mean over seeds; below it the 95% interval over seeds (Student's t, within the limits of the metric), for two or "
     "more seeds with different values"
 )
-
-FIT_CAPTION = (
-    "The curve R0 + (A − R0) / (1 + (C_mid/C)^B) (arXiv 2510.13786) was fitted to the held-out accuracies after "
-    "the first tenth of the compute C, by least squares; R0 is the initial accuracy. Intervals are 95% profile "
-    "intervals over seeds. A has a value if its interval is at most 0.1 wide. Hold-out errors: the last third of the "
-    "evaluations, predicted from the first two thirds by the fit, and by holding the last accuracy"
-)
-FIT_HEADINGS = (
-    "evaluations", "R0", "asymptote A", "exponent B", "midpoint C_mid", "RMSE, fit", "RMSE, holding",
-    "error of the last, fit", "error of the last, holding",
-)  # fmt: skip
 
 CAPTIONS = {
     "reward": "Held-out reward over steps",
@@ -86,7 +76,9 @@ _EVALUATION_KEYS = ("task", "evaluation.problems", "evaluation.temperature", "mo
 """Settings and sections whose values make the accuracies of two runs incomparable."""
 
 
-def write_report(selection: Selection, out: Path, margin: float = MARGIN, fit: bool = False) -> Report:
+def write_report(
+    selection: Selection, out: Path, margin: float = MARGIN, axis: Axis = STEP, fit: bool = False
+) -> Report:
     """Compare the variants of a selection and write the files of the report into `out`.
 
     All results are computed from the run folders. Runs that are failed, unfinished or damaged are excluded and listed
@@ -94,6 +86,7 @@ def write_report(selection: Selection, out: Path, margin: float = MARGIN, fit: b
 
     Args:
         margin: margin of equivalence, in units of accuracy.
+        axis: what the runs are compared at equal amounts of, and the axis of the plots.
         fit: fit a saturating curve to the accuracies of each variant.
 
     Raises:
@@ -106,7 +99,7 @@ def write_report(selection: Selection, out: Path, margin: float = MARGIN, fit: b
     baseline, tuning = selection.baseline, read_tuning(selection.sweep)
     check_baseline(baseline, [run.variant for run in selection.runs if run.variant])
     start = common_start(selection.runs)
-    tables = read_runs(selection.runs, start)
+    tables = read_runs(selection.runs, start, axis)
     excluded = tables.excluded
     if tables.runs.empty:
         reasons = [f"all runs are excluded: {run.run}: {run.reason}" for run in excluded[:1]]
@@ -126,13 +119,12 @@ def write_report(selection: Selection, out: Path, margin: float = MARGIN, fit: b
     if len(names) > MAX_VARIANTS_PLOTTED:
         best = f"{MAX_VARIANTS_PLOTTED} variants with the highest {metrics[0].name}"
         notes.append(f"The plots show the {best}, and the baseline.")
-    step = tables.steps.index.get_level_values("step").to_series(tables.steps.index)
-    fits = fit_variants(tables.steps["accuracy"], step, names) if fit else []
+    fits = fit_variants(tables.steps["accuracy"], tables.steps["amount"], names) if fit else []
     shared, runs = record_runs(tables.runs, tables.steps["seconds"], [metric.key for metric in metrics])
     report = Report(
         title=selection.title,
         about=_about(variants, sets),
-        finding=_finding(variants, compared, differences, metrics[0]),
+        finding=_finding(variants, compared, differences, metrics[0], axis),
         baseline=compared,
         sets=tuple(sets),
         accuracy_level=equal.level,
@@ -148,9 +140,11 @@ def write_report(selection: Selection, out: Path, margin: float = MARGIN, fit: b
         runs=runs,
         environment=describe_environment(),
         methods=describe_methods(
-            shared, runs, sets, _statistics(compared, differences, fits, tuning, margin)
+            shared, runs, sets, _statistics(compared, differences, tuning, margin, axis if fits else None)
         ),
         margin=margin,
+        axis=axis.name,
+        axis_level=tables.level,
     )
     return _write_files(report, tables, out)
 
@@ -195,6 +189,7 @@ def _finding(
     baseline: str | None,
     differences: Sequence[VariantDifference],
     metric: Metric,
+    axis: Axis = STEP,
 ) -> str:
     """Return the result in one sentence, which claims no more than the tests support.
 
@@ -235,7 +230,8 @@ def _finding(
     ]
     clauses = [f"is {' and '.join(clauses)}"] if clauses else []
     clauses += [f"is undecided for {listed(undecided)}"] if undecided else []
-    return f"Against {baseline}, final {metric.name} {', and '.join(clauses)}."
+    name = f"final {metric.name}" if axis == STEP else metric.name
+    return f"Against {baseline}, {name} {', and '.join(clauses)}."
 
 
 def _notes(
@@ -267,11 +263,11 @@ def _notes(
 def _statistics(
     baseline: str | None,
     differences: Sequence[VariantDifference],
-    fits: Sequence[SaturatingFit],
     tuning: Tuning | None,
     margin: float,
+    axis: Axis | None,
 ) -> str:
-    """Return the sentences of the methods on intervals, tests and fits."""
+    """Return the sentences of the methods on intervals, tests and fits; `axis` is that of the fits, None for none."""
     tests = (
         f"Variants were compared with {baseline} over common seeds by paired t-tests, with p-values adjusted over the "
         f"variants of a metric by Holm's method; equivalence within ±{margin:g} of held-out accuracy, "
@@ -280,29 +276,25 @@ def _statistics(
     sentences = ["Metrics are means over seeds with 95% intervals of Student's t"]
     sentences += [tests] if differences else []
     sentences += [f"Settings were chosen by {tuning.caption}"] if tuning is not None else []
-    sentences += [FIT_CAPTION] if fits else []
+    sentences += [fit_caption(axis)] if axis is not None else []
     return "".join(f"{sentence}. " for sentence in sentences).strip()
 
 
-def fit_cells(fit: SaturatingFit) -> list[str]:
-    """Return the cells of a fit: evaluations, R0, A, B, C_mid, and the hold-out errors beside those of holding."""
+def captions(report: Report) -> dict[str, str]:
+    """Return the captions of the plots of a report by file name without suffix."""
+    over = f"over {AXES[report.axis].label}"
+    return {name: caption.replace("over steps", over) for name, caption in CAPTIONS.items()}
 
-    def parameter(fitted: FittedParameter | None, pattern: str) -> str:
-        if fitted is None or fitted.value is None:
-            return "–"
-        has_interval = fitted.low <= fitted.high  # the ends may be NaN
-        return f"{fitted.value:{pattern}}" + (
-            f" ({fitted.low:{pattern}} – {fitted.high:{pattern}})" if has_interval else ""
-        )
 
-    asymptote = f"not identified: {fit.unidentified}" if fit.unidentified else parameter(fit.asymptote, ".3f")
-    names = ("rmse", "naive_rmse", "final", "naive_final")
-    errors = [
-        format(fit.holdout[name], "+.3f" if "final" in name else ".3f") if fit.holdout else "–"
-        for name in names
-    ]
-    shape = [parameter(fit.exponent, ".2f"), parameter(fit.midpoint, ".3g")]
-    return [str(fit.evaluations), f"{fit.initial:.3f}", asymptote, *shape, *errors]
+def leaderboard_caption(report: Report) -> str:
+    """Return the caption of the leaderboard; at equal compute it says what is compared at how much of it."""
+    if report.axis_level is None:
+        return LEADERBOARD_CAPTION
+    level = AXES[report.axis].text(report.axis_level)
+    return (
+        f"At equal compute: the scores are those at {level}, the most that all runs reach, linear between evaluations; "
+        f"other metrics are of the steps up to there. {LEADERBOARD_CAPTION}"
+    )
 
 
 def value_text(metric: Metric, variant: Variant) -> str:

@@ -18,6 +18,7 @@ from bandpo_cli.config.run import RunConfig, TrackingConfig, check_ranks
 from bandpo_cli.custom_code import code_first_in
 from bandpo_cli.errors import ConfigError, UserError, first_line, plural, unknown_choice
 from bandpo_cli.experiments.preflight import choose_run_name
+from bandpo_cli.metric_names import AXES, STEP, Axis
 from bandpo_cli.processes import watch
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import shell_command, timestamped
@@ -201,6 +202,7 @@ def sweep(
     runs_dir: Path | str = "runs",
     name: str | None = None,
     callbacks: Sequence[SweepCallback] = (),
+    x: str = "step",
 ) -> SweepResult:
     """Execute the runs of a sweep that are not finished, each as a process, and write the report.
 
@@ -211,6 +213,7 @@ def sweep(
         executor: where the runs are executed; None for this machine.
         name: name of a new sweep's folder; None for `sweep-` and the time.
         callbacks: receive the events of `callbacks.Callback`; `step` has the states of all runs about once per second.
+        x: the axis of the report (`metric_names.AXES`): variants are compared at equal steps, tokens, flops or seconds.
 
     Raises:
         UserError: a setting cannot be used, the name is taken, there is no such sweep, or another process writes to it.
@@ -231,7 +234,7 @@ def sweep(
         about |= {} if executor.jobs is None else {"jobs": executor.jobs}
         folder = SweepFolder.create(runs_dir, name, plan.runs, plan.baseline, about)
     with run_lock(folder.path):
-        return _run_pending(folder, executor, runs_dir, Dispatcher(callbacks))
+        return _run_pending(folder, executor, runs_dir, Dispatcher(callbacks), AXES[x])
 
 
 def dry_run_info(plan: SweepPlan, executor: Executor) -> SweepInfo:
@@ -257,7 +260,9 @@ def _check_run_ranks(configs: Iterable[RunConfig], executor: Executor) -> None:
             raise ConfigError(f"--gpus-per-run {executor.ranks}: {error}") from None
 
 
-def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events: SweepEvents) -> SweepResult:
+def _run_pending(
+    folder: SweepFolder, executor: Executor, runs_dir: Path, events: SweepEvents, axis: Axis
+) -> SweepResult:
     """Execute the runs that are neither finished nor stopped early, then write the report and call `end`."""
     configs = {run.name: resolve([read_layer(folder.plan_path(run.name))]) for run in folder.runs}
     pending = folder.pending()
@@ -286,7 +291,7 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
                 steps = {name: config.steps for name, config in configs.items()}
                 failures = run_sweep(folder, pool, steps, events.step, flags, executor.stop_margin)
             events.phase("report")
-            report, report_error = _write_report(folder, runs_dir)
+            report, report_error = _write_report(folder, runs_dir, axis)
         except BaseException as raised:
             error = raised
             raise
@@ -300,13 +305,13 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
     return result
 
 
-def _write_report(folder: SweepFolder, runs_dir: Path) -> tuple[Report | None, str | None]:
+def _write_report(folder: SweepFolder, runs_dir: Path, axis: Axis = STEP) -> tuple[Report | None, str | None]:
     """Write the report over the finished runs and return it, or why there is none."""
     try:
         from bandpo_cli.reports.run_variants import read_sweep
         from bandpo_cli.reports.write_report import write_report
 
-        return write_report(read_sweep(folder.path), folder.path / "report"), None
+        return write_report(read_sweep(folder.path), folder.path / "report", axis=axis), None
     except UserError as no_report:
         return None, str(no_report)
     except Exception as failure:  # noqa: BLE001 - the runs are on the disk

@@ -87,7 +87,7 @@ def train(
     ):
         about = config, components, folder, writer, totals
         if first == 0 and config.evaluation.is_due(0, config.steps):
-            yield _finish_step(*about, 0, {}, StepTimer(watch), sample=None)
+            yield _finish_step(*about, 0, totals.add({}), StepTimer(watch), sample=None)
         for step in range(max(1, first), config.steps + 1):
             writer.check()
             if components.ranks.any(stop()):

@@ -34,7 +34,7 @@ def check_tokens(x: torch.Tensor, indices: Iterable[int], name: str, delta: floa
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_bounds_equal_independently_computed_values(name: str) -> None:
+def test_bounds_equal_independently_computed_values(name):
     bounds = band_bounds([math.log(0.08)], name, 0.05)
     assert (bounds.lower[0], bounds.upper[0]) == pytest.approx(CHECK_VALUES[name], rel=1e-11)
 
@@ -46,14 +46,14 @@ def test_bounds_equal_independently_computed_values(name: str) -> None:
 @example(logp=-80.0, delta=1e-4)
 @example(logp=-1e-9, delta=2.0)
 @example(logp=math.log(0.5), delta=0.05)
-def test_one_token_has_the_reference_bounds(name: str, logp: float, delta: float) -> None:
+def test_one_token_has_the_reference_bounds(name, logp, delta):
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         check_tokens(torch.tensor([logp], dtype=dtype), [0], name, delta, tolerance)
 
 
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize(("name", "delta"), [("kl", 0.05), ("js", 0.05), ("kl", 1e-4), ("kl", 2.0)])
-def test_a_large_batch_has_the_reference_bounds(name: str, delta: float) -> None:
+def test_a_large_batch_has_the_reference_bounds(name, delta):
     """Tables are used; the tokens are near p = 1, near p = 0, at p = ½ and on both sides of saturation."""
     random = np.random.default_rng(1)
     logps = -np.concatenate([10 ** random.uniform(-9, 1.9, BATCH - 4), [80.0, 1e-9, math.log(2), 1.0]])
@@ -64,7 +64,7 @@ def test_a_large_batch_has_the_reference_bounds(name: str, delta: float) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kl", "js"])
-def test_tables_agree_with_the_direct_solution(name: str) -> None:
+def test_tables_agree_with_the_direct_solution(name):
     """The comparison is dense enough to check each piece of a table, the kink included."""
     logps = -np.exp(np.linspace(math.log(1e-9), math.log(80), 40_000))
     for delta in (0.003, 0.4):
@@ -77,7 +77,7 @@ def test_tables_agree_with_the_direct_solution(name: str) -> None:
             np.testing.assert_allclose(batch[side][checked], direct[checked], rtol=3e-12)
 
 
-def test_small_lower_bounds_of_kl_have_full_precision() -> None:
+def test_small_lower_bounds_of_kl_have_full_precision():
     """exp(−δ/p) down to the smallest normal numbers, where an exponent of 745 needs 15 digits."""
     for p in (0.0012, 0.0006, 0.000072):
         logp = math.log(p)
@@ -88,7 +88,7 @@ def test_small_lower_bounds_of_kl_have_full_precision() -> None:
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_saturation_is_where_the_bounds_reach_the_ends_of_the_simplex(name: str) -> None:
+def test_saturation_is_where_the_bounds_reach_the_ends_of_the_simplex(name):
     """Ratio 0, and the certain token at ratio 1/p."""
     for prob, delta in ((1e-3, 0.3), (1e-3, 1.5), (0.08, 0.3), (0.08, 1.5), (0.97, 0.3), (0.97, 1.5)):
         lower, upper = oracle(name, math.log(prob), delta)
@@ -98,7 +98,7 @@ def test_saturation_is_where_the_bounds_reach_the_ends_of_the_simplex(name: str)
 
 
 @pytest.mark.parametrize("delta", [1e-4, 0.05, 1.0])
-def test_many_float32_tokens_have_the_kl_bounds_of_float64(delta: float) -> None:
+def test_many_float32_tokens_have_the_kl_bounds_of_float64(delta):
     logp = -40.0 * torch.rand(20_000, generator=torch.Generator().manual_seed(0)) ** 3
     for found, exact in zip(
         band_bounds(logp, "kl", delta), band_bounds(logp.double(), "kl", delta), strict=True

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +20,7 @@ BATCH = 10_000
 
 
 @given(name=NAMES, logp=st.floats(-200, 0), delta=st.floats(1e-6, 10), factor=st.floats(1.01, 3))
-def test_bounds_are_ordered_and_a_larger_radius_widens_them(
-    name: str, logp: float, delta: float, factor: float
-) -> None:
+def test_bounds_are_ordered_and_a_larger_radius_widens_them(name, logp, delta, factor):
     (lower,), (upper,) = band_bounds([logp], name, delta)
     (lowest,), (highest,) = band_bounds([logp], name, delta * factor)
     assert 0 <= lowest <= lower * (1 + 1e-12) <= 1 + 1e-12
@@ -32,7 +29,7 @@ def test_bounds_are_ordered_and_a_larger_radius_widens_them(
 
 @pytest.mark.parametrize("count", [1, BATCH])
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_nan_infinite_and_positive_log_probs(name: str, count: int) -> None:
+def test_nan_infinite_and_positive_log_probs(name, count):
     odd = torch.tensor([math.nan, 1e-4, 0.0, -math.inf, -1e4])
     for dtype in (torch.float64, torch.float32):
         lower, upper = band_bounds(torch.cat([odd, torch.full((count,), -1.0)]).to(dtype), name, 0.05)
@@ -45,7 +42,7 @@ def test_nan_infinite_and_positive_log_probs(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["kl", "tv", "js"])
-def test_shapes_and_dtypes(name: str) -> None:
+def test_shapes_and_dtypes(name):
     wanted = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
     for given_type, returned in (wanted | {torch.float64: torch.float64}).items():
         for shape in ((), (0,), (2, 0, 3), (2, 3, 4)):
@@ -59,7 +56,7 @@ def test_shapes_and_dtypes(name: str) -> None:
     assert band_bounds(-torch.rand(6, 4).T[::2], name).upper.shape == (2, 6)
 
 
-def test_no_gradient_is_recorded_and_the_input_is_not_modified() -> None:
+def test_no_gradient_is_recorded_and_the_input_is_not_modified():
     x = torch.tensor([-1.0, math.nan, 1e-6], requires_grad=True)
     before = x.detach().clone()
     assert not band_bounds(x).upper.requires_grad
@@ -67,7 +64,7 @@ def test_no_gradient_is_recorded_and_the_input_is_not_modified() -> None:
 
 
 @pytest.mark.parametrize("name", ["kl", "js"])
-def test_tables_created_in_inference_mode_are_usable_outside(name: str) -> None:
+def test_tables_created_in_inference_mode_are_usable_outside(name):
     x = -torch.rand(BATCH)
     with torch.inference_mode():
         inside = band_bounds(x, name, 0.0625)
@@ -75,7 +72,7 @@ def test_tables_created_in_inference_mode_are_usable_outside(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("kl", torch.float32), ("js", torch.float64)])
-def test_bounds_do_not_depend_on_the_blocks(name: str, dtype: Any, monkeypatch: Any) -> None:
+def test_bounds_do_not_depend_on_the_blocks(name, dtype, monkeypatch):
     """A batch processed in several blocks has the bounds of the same batch processed in one."""
     x = -torch.logspace(-9, 1.9, 3 * BATCH - 7, dtype=dtype)
     at_once = band_bounds(x, name, 0.05)
@@ -96,14 +93,14 @@ def test_bounds_do_not_depend_on_the_blocks(name: str, dtype: Any, monkeypatch: 
         ("old_logprobs", [torch.zeros(2), torch.zeros(3)]),
     ],
 )
-def test_a_wrong_argument_raises_an_error_that_names_it(name: str, value: object) -> None:
+def test_a_wrong_argument_raises_an_error_that_names_it(name, value):
     with pytest.raises(ConfigError, match=rf"^{name}") as caught:
         band_bounds(**{"old_logprobs": [-1.0], name: value})  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("number", [0.05, np.float32(0.05), np.array(0.05), torch.tensor(0.05)])
-def test_numbers_of_numpy_and_torch_are_accepted(number: float) -> None:
+def test_numbers_of_numpy_and_torch_are_accepted(number):
     expected = band_bounds([-1.0], "tv", float(number), float(number) + 2).upper
     assert band_bounds([-1.0], "tv", number, number + 2).upper == expected
 
@@ -112,9 +109,7 @@ def test_numbers_of_numpy_and_torch_are_accepted(number: float) -> None:
     ("dtype", "rounding", "too_much"),
     [(torch.float64, 5e-5, 2e-3), (torch.float32, 5e-5, 2e-3), (torch.float16, 0.06, 1.5), (torch.bfloat16, 0.5, 1.5)],
 )  # fmt: skip
-def test_values_above_zero_are_accepted_where_rounding_explains_them(
-    dtype: torch.dtype, rounding: float, too_much: float
-) -> None:
+def test_values_above_zero_are_accepted_where_rounding_explains_them(dtype, rounding, too_much):
     """The accepted ones are the largest that separate matrix products gave for logits of about 100."""
     lower, upper = band_bounds(torch.tensor([-1.0, rounding], dtype=dtype))
     assert (lower[1], upper[1]) == tuple(band_bounds(torch.zeros(1, dtype=dtype)))
@@ -127,13 +122,13 @@ def test_values_above_zero_are_accepted_where_rounding_explains_them(
             band_bounds(wrong)
 
 
-def test_an_unknown_name_raises_config_error_with_the_nearest_name() -> None:
+def test_an_unknown_name_raises_config_error_with_the_nearest_name():
     with pytest.raises(ConfigError, match=r"'helinger' is not known \(did you mean 'hellinger'\?\)"):
         band_bounds([-1.0], "helinger")
 
 
 @pytest.mark.parametrize(("name", "count"), [("kl", 9000), ("tv", 5), ("kl", 5), ("js", 9000)])
-def test_bands_read_no_value_from_a_device(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bands_read_no_value_from_a_device(name, count, monkeypatch):
     """Reading a value from the meta device raises an error. The steps of the solvers are all alike."""
     monkeypatch.setattr("bandpo_cli.bounds.solver._MAX_STEPS", 2)
     monkeypatch.setattr("bandpo_cli.bounds.divergences._NEWTON_STEPS", 2)
@@ -142,7 +137,7 @@ def test_bands_read_no_value_from_a_device(name: str, count: int, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["js", "kl"])
-def test_the_accelerator_path_gives_the_same_bounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_accelerator_path_gives_the_same_bounds(name, monkeypatch):
     """On an accelerator the solver runs all its steps; the test runs that path on the CPU."""
     x = -torch.logspace(-9, 1.8, BATCH, dtype=torch.float64)
     usual = band_bounds(x, name, 0.05)
@@ -178,7 +173,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.slow_after(4)
 @pytest.mark.parametrize("count", [40, 10_000])
 @pytest.mark.parametrize("name", ["chi2", "kl", "neyman", "tv"])
-def test_a_custom_f_agrees_with_the_closed_form(module: str, name: str, count: int) -> None:
+def test_a_custom_f_agrees_with_the_closed_form(module, name, count):
     logps = -np.geomspace(1e-6, 30, count)
     for x in (logps, torch.tensor(logps)):
         for delta in (0.01, 0.6):
@@ -202,7 +197,7 @@ def test_a_custom_f_agrees_with_the_closed_form(module: str, name: str, count: i
         ("no_such_module_here:f", "importing 'no_such_module_here' failed"),
     ],
 )
-def test_an_invalid_f_raises_config_error_with_its_name(module: str, name: str, message: str) -> None:
+def test_an_invalid_f_raises_config_error_with_its_name(module, name, message):
     with pytest.raises(ConfigError, match=message) as caught:
         band_bounds([-1.0], name)
     assert name in str(caught.value)

@@ -1,7 +1,6 @@
 """Bounds of each method against values computed by hand, and radii that match another method."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ LOGP = torch.tensor([0.001, 0.08, 0.9], dtype=torch.float64).log()
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_method_has_a_paper_and_bounds_or_says_why_not(method: str) -> None:
+def test_each_method_has_a_paper_and_bounds_or_says_why_not(method):
     settings, entry = MethodSettings.classes()[method](), METHODS[method]
     assert entry.control == (not entry.paper) == (method == "none")
     if entry.without_bounds:
@@ -82,9 +81,7 @@ TV_LOWER, DCPO_LOWER = [0, 0, 1 - 0.1 / 0.9], [0.5, 0.5, 0.5 + 0.5 * math.sqrt(1
         ),
     ],
 )
-def test_bounds_are_those_computed_by_hand(
-    config: MethodSettings, lower: list[float], upper: list[float]
-) -> None:
+def test_bounds_are_those_computed_by_hand(config, lower, upper):
     found = config.ratio_bounds()(LOGP)
     assert found.lower.tolist() == pytest.approx(lower)
     assert found.upper.tolist() == pytest.approx(upper)
@@ -93,14 +90,14 @@ def test_bounds_are_those_computed_by_hand(
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_the_matching_radius_gives_the_upper_bound(name: str) -> None:
+def test_the_matching_radius_gives_the_upper_bound(name):
     for prob in (1e-9, 0.1, 0.7):
         delta = matching_delta(name, prob, 1.28)
         assert delta is not None
         assert band_bounds(np.log([prob]), name, delta).upper[0] == pytest.approx(1.28, rel=1e-7)
 
 
-def test_upper_bounds_that_no_band_matches() -> None:
+def test_upper_bounds_that_no_band_matches():
     assert matching_delta("tv", 0.9, 1.2) is None  # beyond the simplex
     assert matching_delta("kl", 0.5, 2.0) is None  # needs an infinite radius
     assert matching_delta("tv", 0.5, 2.0) == pytest.approx(0.5)
@@ -121,7 +118,7 @@ def test_upper_bounds_that_no_band_matches() -> None:
     ],
     ids=lambda config: config.method,
 )
-def test_bounds_of_half_precision_and_of_an_accelerator(config: MethodSettings) -> None:
+def test_bounds_of_half_precision_and_of_an_accelerator(config):
     """Those of float64, rounded to float32: a bound of 1.2 is 1.203 in bfloat16. No value is read from a device."""
     for dtype in (torch.bfloat16, torch.float16):
         half = torch.tensor([-7.0, -2.5, -0.1, -1e-3]).to(dtype)
@@ -138,7 +135,7 @@ def tokens(spread: float = 0.3, count: int = 2000) -> RecordedTokens:
     return RecordedTokens(old, ratios, rng.normal(size=count))
 
 
-def test_the_clip_fraction_equals_the_metric_of_training() -> None:
+def test_the_clip_fraction_equals_the_metric_of_training():
     given = tokens()
     for config in (ClipSettings(), BandSettings(delta=0.01), NoClipSettings()):
         bounds = config.ratio_bounds()(torch.from_numpy(given.old_logprobs))
@@ -148,7 +145,7 @@ def test_the_clip_fraction_equals_the_metric_of_training() -> None:
 
 
 @pytest.mark.parametrize("divergence", ["kl", "tv"])
-def test_no_radius_of_a_fine_grid_is_closer(divergence: str) -> None:
+def test_no_radius_of_a_fine_grid_is_closer(divergence):
     given, band = tokens(), BandSettings(divergence=divergence)
     found = match_clip_fraction(band, ClipSettings(), given)
     assert found.wanted == clip_fraction(ClipSettings(), given)
@@ -160,7 +157,7 @@ def test_no_radius_of_a_fine_grid_is_closer(divergence: str) -> None:
     assert abs(found.reached - found.wanted) <= min(gaps) + 1 / len(given.ratios)
 
 
-def test_an_impossible_match_raises_config_error() -> None:
+def test_an_impossible_match_raises_config_error():
     with pytest.raises(ConfigError, match=r"clip clips none of the 2,000 recorded tokens"):
         match_clip_fraction(BandSettings(), ClipSettings(), tokens(spread=1e-3))
     # A ratio just above 1: the narrow interval clips it, and no Band of the searched radii does.
@@ -169,7 +166,7 @@ def test_an_impossible_match_raises_config_error() -> None:
         match_clip_fraction(BandSettings(), ClipSettings(eps_low=0.2, eps_high=1e-13), free)
 
 
-def test_recorded_tokens_are_read_from_the_run_folder(tmp_path: Path) -> None:
+def test_recorded_tokens_are_read_from_the_run_folder(tmp_path):
     folder = RunFolder.create(tmp_path, "a")
     with pytest.raises(UserError, match="no recorded tokens there"):
         read_token_tables(folder.path)

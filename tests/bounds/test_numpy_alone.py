@@ -55,7 +55,7 @@ print(json.dumps([bounds, config]))
 """
 
 
-def test_bounds_and_integrations_need_numpy_alone() -> None:
+def test_bounds_and_integrations_need_numpy_alone():
     """A process that refuses all other packages. Empty classes stand for what integrations import from trainers."""
     done = subprocess.run(
         [sys.executable, "-c", CODE], input=json.dumps(LOGPROBS.tolist()), capture_output=True, text=True, cwd=ROOT,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.eval_command import Done, usage_error
-from tests.cli.processes import children, count_lines, descendants, ranks_of, wait_until
-from tests.cli.train_runs import SMALL, check_equal, drop_checkpoints, record, summary
+from tests.cli.processes import children, count_lines, descendants, wait_until
+from tests.cli.train_runs import SMALL, check_equal, drop_checkpoints, summary
 from tests.commands import Forked
 from tests.processes.checks import check_ended
 
@@ -61,7 +61,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_engine_and_trainer_are_killed_and_stopped(uninterrupted: Path, tmp_path: Path) -> None:
+def test_engine_and_trainer_are_killed_and_stopped(uninterrupted, tmp_path):
     """One run: SIGKILL to the engine, SIGKILL, one SIGINT, then two SIGTERM while the engine does not answer."""
     folder = tmp_path / "runs" / "a"
     process = begin(tmp_path, *SETTINGS)
@@ -123,26 +123,3 @@ def test_engine_and_trainer_are_killed_and_stopped(uninterrupted: Path, tmp_path
     if stopped % EVERY:
         drop_checkpoints(folder, stopped)
     check_equal(folder, uninterrupted)
-
-
-def test_the_engine_process_of_a_rank_is_killed(uninterrupted: Path, tmp_path: Path) -> None:
-    """Two ranks, continued by one: the steps up to that of the stored batch are those of one rank."""
-    folder = tmp_path / "runs" / "a"
-    steps = 9
-    process = begin(tmp_path, *SETTINGS, "--nproc", "2", "--steps", str(steps))
-    wait_until(process, lambda: count_lines(folder) > EVERY + 1)
-    left = descendants(process.pid)
-    os.kill(engine_of(ranks_of(process.pid, folder)[1]), signal.SIGKILL)
-    done = end_of(process)
-    assert done.code == 1, done
-    assert done.err.startswith("error: rank 1: the engine process was killed by SIGKILL")
-    assert done.err.count("\n") == 1
-    assert "resume with: bandpo train --resume a --nproc 2" in done.out
-    check_ended(left, 0.0)
-    finish(tmp_path, "--resume", "a")
-    lines, others = record(folder), record(uninterrupted)[: steps + 1]
-    assert [line["step"] for line in lines] == [*range(steps + 1)]
-    assert [line.get("sampler/lag") for line in lines] == [line.get("sampler/lag") for line in others]
-    for line, other in zip(lines[1 : EVERY + 2], others[1:], strict=False):  # the last is of the stored batch
-        assert line["train/reward"] == other["train/reward"]
-        assert line["train/entropy"] == pytest.approx(other["train/entropy"], abs=1e-4)

@@ -24,7 +24,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return lambda *arguments: bandpo("bounds", *arguments, cwd=tmp_path, COLUMNS="80")
 
 
-def test_json_has_the_documented_keys_in_order(run) -> None:
+def test_json_has_the_documented_keys_in_order(run):
     radii = ["--delta", "0.05", "--delta", "0.1"]
     result = run("0.9", "0.08", "-d", "kl", "--divergence", "tv", *radii, "--format", "json")
     rows = json.loads(result.out)
@@ -39,7 +39,7 @@ def test_json_has_the_documented_keys_in_order(run) -> None:
     assert rows[1]["prob_upper"] == rows[1]["upper"] * 0.08
 
 
-def test_the_ratio_is_capped_only_with_max_ratio(run) -> None:
+def test_the_ratio_is_capped_only_with_max_ratio(run):
     assert json.loads(run("1e-6", "--format", "json").out)[0]["upper"] > 1e4
     capped = json.loads(run("1e-6", "--format", "json", "--max-ratio", "10").out)[0]
     assert (capped["upper"], capped["upper_saturated"]) == (10.0, False)
@@ -53,14 +53,14 @@ def test_the_ratio_is_capped_only_with_max_ratio(run) -> None:
         ("1", "kl", "0.05", (False, True)),
     ],
 )
-def test_saturation(run, prob: str, name: str, delta: str, saturated: tuple[bool, bool]) -> None:
+def test_saturation(run, prob, name, delta, saturated):
     (row,) = json.loads(run(prob, "-d", name, "--delta", delta, "--format", "json").out)
     assert (row["lower_saturated"], row["upper_saturated"]) == saturated
     assert not saturated[0] or row["lower"] == 0.0
     assert not saturated[1] or (row["upper"], row["prob_upper"]) == (1.0 / float(prob), 1.0)
 
 
-def test_csv_and_json_have_the_same_values(run) -> None:
+def test_csv_and_json_have_the_same_values(run):
     arguments = ["0.1", "1", "-d", "js", "--compare", "clip,none"]
     rows = json.loads(run(*arguments, "--format", "json").out)
     table = list(csv.DictReader(io.StringIO(run(*arguments, "--format", "csv").out)))
@@ -70,7 +70,7 @@ def test_csv_and_json_have_the_same_values(run) -> None:
         assert cells["delta"] == ("" if row["delta"] is None else str(row["delta"]))
 
 
-def test_the_table_fits_80_columns_and_shows_every_method(run) -> None:
+def test_the_table_fits_80_columns_and_shows_every_method(run):
     arguments = ["0.000123456", "0.08", "0.9", "-d", "kl", "-d", "reverse-kl", "--delta", "0.001"]
     result = run(*arguments, "--compare", "clip,clip-higher,dcpo")
     assert max(map(len, result.out.splitlines())) <= 80
@@ -80,14 +80,14 @@ def test_the_table_fits_80_columns_and_shows_every_method(run) -> None:
     assert "…" not in result.out
 
 
-def test_probabilities_from_a_file_and_from_standard_input(run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probabilities_from_a_file_and_from_standard_input(run, monkeypatch):
     Path("probs.txt").write_text("# made by hand\n0.1, 0.2\n0.3  # the last\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("0.4\n0.5"))
     rows = json.loads(run("0.6", "-", "--file", "probs.txt", "--format", "json").out)
     assert [row["prob"] for row in rows] == [0.6, 0.4, 0.5, 0.1, 0.2, 0.3]
 
 
-def test_match_computes_delta(run) -> None:
+def test_match_computes_delta(run):
     (found,) = json.loads(run("--match", "clip-higher", "--at", "0.1", "--format", "json").out)
     (row,) = json.loads(run("0.1", "--delta", repr(found["delta"]), "--format", "json").out)
     assert row["upper"] == pytest.approx(1.28, rel=1e-9)
@@ -96,7 +96,7 @@ def test_match_computes_delta(run) -> None:
     assert "none: a Band never passes the simplex, r ≤ 1/p = 1.11111" in result.out
 
 
-def test_masks_are_compared_as_intervals(run) -> None:
+def test_masks_are_compared_as_intervals(run):
     """DPPO's region is the Band without a cap; the interval of GMPO is e^±0.4, of ASPO and Clip-Cov that of a clip."""
     arguments = ["0.001", "0.3", "--compare", "ripo,dppo,gmpo,aspo,clip-cov", "--format", "json"]
     rows = {(row["divergence"], row["prob"]): row for row in json.loads(run(*arguments).out)}
@@ -118,7 +118,7 @@ def test_masks_are_compared_as_intervals(run) -> None:
 
 
 @pytest.mark.slow
-def test_plot(run) -> None:
+def test_plot(run):
     arguments = ["-d", "kl", "-d", "js", "--delta", "0.05", "--delta", "0.1", "--compare", "clip,dcpo,none"]
     assert run("0.1", *arguments, "--plot", "out.pdf").code == 0
     assert Path("out.pdf").read_bytes().startswith(b"%PDF")
@@ -152,7 +152,7 @@ def test_plot(run) -> None:
         (["0.2", "--match", "clip", "--at", "0.1"], ["--match"]),
     ],
 )
-def test_a_user_error_is_one_line(run, arguments: list[str], parts: list[str]) -> None:
+def test_a_user_error_is_one_line(run, arguments, parts):
     Path("empty.txt").write_text("# nothing\n")
     Path("bad.txt").write_text("0.1\n0.2 x\n")
     usage_error("bounds", *arguments, cwd=Path.cwd(), parts=parts)
@@ -166,7 +166,7 @@ LARGE = ["torch", "transformers", "vllm", "mlflow", "pandas", "matplotlib"]
     ("arguments", "unused"),
     [(["bounds", "0.08", "-d", "js"], LARGE), (["--help"], [*LARGE, "numpy", "pydantic"])],
 )
-def test_a_command_does_not_import_what_it_does_not_need(arguments: list[str], unused: list[str]) -> None:
+def test_a_command_does_not_import_what_it_does_not_need(arguments, unused):
     code = (
         "import sys; from bandpo_cli.__main__ import main\n"
         f"sys.argv = ['bandpo', *{arguments!r}]\n"

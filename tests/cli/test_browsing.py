@@ -48,7 +48,7 @@ def completions(place: Path, step: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_runs_lists_values_of_metrics_jsonl(trained: Path) -> None:
+def test_runs_lists_values_of_metrics_jsonl(trained):
     (found,) = json.loads(bandpo(trained, "runs", "--format", "json"))
     last = records(trained)[-1]
     assert (found["name"], found["method"], found["task"]) == ("first", "band-kl-0.05", "countdown")
@@ -64,7 +64,7 @@ def test_runs_lists_values_of_metrics_jsonl(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_runs_are_filtered_and_sorted(changed: Path) -> None:
+def test_runs_are_filtered_and_sorted(changed):
     runs = changed / "runs"
     better, killed = runs / "deltas" / "kl-s1", runs / "other"
     for folder in (better, killed):
@@ -94,7 +94,7 @@ def test_runs_are_filtered_and_sorted(changed: Path) -> None:
     assert names("--method", "grpo") == names("--method", "clip") == ["other"]
 
 
-def test_damaged_and_killed_runs_are_named(changed: Path) -> None:
+def test_damaged_and_killed_runs_are_named(changed):
     folder = changed / "runs" / "broken"
     shutil.copytree(changed / "runs" / "first", folder)
     (folder / "metrics.jsonl").write_text("{}\n")
@@ -111,7 +111,7 @@ def test_damaged_and_killed_runs_are_named(changed: Path) -> None:
     assert "bandpo train --resume first" in out
 
 
-def test_show_names_exactly_the_changed_settings(trained: Path) -> None:
+def test_show_names_exactly_the_changed_settings(trained):
     found = json.loads(bandpo(trained, "show", "first", "--format", "json"))
     assert sorted(found["changed"]) == [
         "evaluation.every", "evaluation.k", "evaluation.problems", "evaluation.samples", "optim.lr",
@@ -129,7 +129,7 @@ def test_show_names_exactly_the_changed_settings(trained: Path) -> None:
     assert "time/step" in bandpo(trained, "show", "first", "--all")
 
 
-def test_samples_prints_the_stored_texts_and_the_prompt_of_a_group_once(trained: Path) -> None:
+def test_samples_prints_the_stored_texts_and_the_prompt_of_a_group_once(trained):
     rows = completions(trained, 2)
     out = bandpo(trained, "samples", "first", "--step", "2", "--limit", "0")
     for row in rows:
@@ -140,7 +140,7 @@ def test_samples_prints_the_stored_texts_and_the_prompt_of_a_group_once(trained:
     assert f"16 of 16 completions of runs/first/samples/step-000002.parquet, {right} correct" in out
 
 
-def test_samples_are_filtered(trained: Path) -> None:
+def test_samples_are_filtered(trained):
     rows = completions(trained, 3)
     problem = rows[0]["problem_id"]
 
@@ -155,7 +155,7 @@ def test_samples_are_filtered(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_samples_of_an_evaluation(changed: Path) -> None:
+def test_samples_of_an_evaluation(changed):
     bandpo(changed, "eval", "--model", "first", "--name", "scored", "--limit", "2", "--n", "2", "--no-mlflow")
     assert "1 of 4 completions of runs/scored/samples.parquet" in bandpo(
         changed, "samples", "scored", "-n", "1"
@@ -163,7 +163,7 @@ def test_samples_of_an_evaluation(changed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_step_0_of_a_run_is_its_model_before_training(changed: Path) -> None:
+def test_step_0_of_a_run_is_its_model_before_training(changed):
     """The evaluation of RUN@0 equals the evaluation that the run made before its first step."""
     bandpo(changed, "eval", "--model", "first@0", "--name", "before", "--no-mlflow")
     compared = json.loads(bandpo(changed, "eval", "compare", "before", "first@0", "--format", "json"))
@@ -178,7 +178,7 @@ def test_step_0_of_a_run_is_its_model_before_training(changed: Path) -> None:
     assert "problems is 3 in A and all in B" in bandpo(changed, "eval", "compare", "first@0", "all.json")
 
 
-def test_a_new_folder_has_no_runs_yet(tmp_path: Path) -> None:
+def test_a_new_folder_has_no_runs_yet(tmp_path):
     assert bandpo(tmp_path, "runs") == "no runs yet; bandpo train starts one\n"
     assert json.loads(bandpo(tmp_path, "runs", "--format", "json")) == []
 
@@ -194,12 +194,12 @@ def test_a_new_folder_has_no_runs_yet(tmp_path: Path) -> None:
         ("plot first --out runs/first/config.yaml", "cannot be written"),
     ],
 )
-def test_mistakes_are_one_line(trained: Path, arguments: str, message: str) -> None:
+def test_mistakes_are_one_line(trained, arguments, message):
     usage_error(*arguments.split(), cwd=trained, parts=[message])
 
 
 @pytest.mark.slow
-def test_plot_writes_the_format_that_is_asked_for(changed: Path) -> None:
+def test_plot_writes_the_format_that_is_asked_for(changed):
     out = bandpo(changed, "plot", "first", "--format", "svg", "--out", "figures")
     written = sorted((changed / "figures").iterdir())
     assert [path.stem for path in written] == ["accuracy", "clip", "clip_map", "entropy"]
@@ -207,7 +207,7 @@ def test_plot_writes_the_format_that_is_asked_for(changed: Path) -> None:
     assert out.split() == [f"figures/{name}.svg" for name in ("accuracy", "entropy", "clip", "clip_map")]
 
 
-def test_view_writes_the_page_of_a_recorded_step(changed: Path) -> None:
+def test_view_writes_the_page_of_a_recorded_step(changed):
     assert bandpo(changed, "view", "first").strip() == "runs/first/view/step-000003.html"
     assert bandpo(changed, "view", "first", "--step", "1", "--out", "one.html").strip() == "one.html"
     assert "<title>first, step 1</title>" in (changed / "one.html").read_text()
@@ -216,7 +216,7 @@ def test_view_writes_the_page_of_a_recorded_step(changed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rewards_other_than_0_and_1_come_first(changed: Path) -> None:
+def test_rewards_other_than_0_and_1_come_first(changed):
     lines = records(changed)
     for line in lines:
         line |= {"eval/countdown/reward": -0.125} if "eval/countdown/mean_at_2" in line else {}

@@ -97,11 +97,11 @@ VALUES: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("line", VALUES)
-def test_values_are_offered(line: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_values_are_offered(line, place, capfd):
     assert sorted(offered(capfd, *line.split(" "))) == sorted(VALUES[line])
 
 
-def test_zsh_gets_values_with_descriptions(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_zsh_gets_values_with_descriptions(place, capfd):
     """The output is a command that zsh evaluates."""
     out = complete(capfd, "zsh", "train", "--method", "cl")
     assert out.startswith("_arguments '*: :((")
@@ -111,13 +111,13 @@ def test_zsh_gets_values_with_descriptions(place: Path, capfd: pytest.CaptureFix
     assert complete(capfd, "zsh", "train", "--model", "").strip() == "_files"
 
 
-def test_fish_gets_values_with_descriptions(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_fish_gets_values_with_descriptions(place, capfd):
     lines = complete(capfd, "fish", "show", "").splitlines()
     assert lines == ["deltas/kl-s0\trun", "first\trun", "second\trun"]
 
 
 @pytest.mark.slow
-def test_heavy_packages_are_not_imported(place: Path) -> None:
+def test_heavy_packages_are_not_imported(place):
     heavy = WITHOUT_TORCH.replace('"mlflow"', '"mlflow", "pydantic", "numpy", "pandas", "matplotlib"')
     done = subprocess.run(
         [sys.executable, "-c", heavy],
@@ -131,9 +131,7 @@ def test_heavy_packages_are_not_imported(place: Path) -> None:
 
 
 @pytest.mark.parametrize("variables", [{}, {"COMP_WORDS": "bandpo train", "COMP_CWORD": "x"}])
-def test_a_malformed_request_prints_nothing(
-    variables: dict[str, str], place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_malformed_request_prints_nothing(variables, place, capfd):
     with (
         mock.patch.dict(os.environ, {"_BANDPO_COMPLETE": "complete_bash", **variables}),
         pytest.raises(SystemExit),
@@ -144,9 +142,7 @@ def test_a_malformed_request_prints_nothing(
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_is_for_the_command_bandpo(
-    shell: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_is_for_the_command_bandpo(shell, monkeypatch, capfd):
     """Also if it is printed by `python -m bandpo_cli`."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/bandpo_cli/__main__.py", "--show-completion"])
     monkeypatch.setattr("typer._completion_shared.shellingham.detect_shell", lambda: (shell, shell))
@@ -158,7 +154,7 @@ def test_the_script_is_for_the_command_bandpo(
     assert "python -m" not in out
 
 
-def test_installation_options_are_last(tmp_path: Path) -> None:
+def test_installation_options_are_last(tmp_path):
     out = succeed("--help", cwd=tmp_path).out
     names = ("--version", "--help", "--install-completion", "--show-completion")
     places = [out.index(name) for name in names]

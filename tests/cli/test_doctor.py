@@ -56,7 +56,7 @@ def doctor(*arguments: str) -> tuple[int, str]:
     return done.code, done.out
 
 
-def test_everything_in_order(plant: Plant) -> None:
+def test_everything_in_order(plant):
     extras = ("planted-gym==1; extra == 'gym'", "planted-lint>=1; extra == 'dev'")
     plant("bandpo", "9.9", ("plantedone<3,>=1.5", *extras))
     plant("plantedone", "2.15.0+cpu")
@@ -69,7 +69,7 @@ def test_everything_in_order(plant: Plant) -> None:
     assert not any(word in out for word in ("planted-lint", "problem", "repair"))
 
 
-def test_versions_outside_the_ranges_and_the_line_that_repairs_them(plant: Plant) -> None:
+def test_versions_outside_the_ranges_and_the_line_that_repairs_them(plant):
     """Also an optional package that is too new, and a version that another package does not allow."""
     extras = ("plantedengine<3,>=2; extra == 'engine'", "plantedabsent>=1; extra == 'more'")
     needs = ("plantednew<3,>=2", "plantedmissing>=1.5", "plantedold<3,>=1", "plantedfine>=1")
@@ -94,7 +94,7 @@ def test_versions_outside_the_ranges_and_the_line_that_repairs_them(plant: Plant
     )
 
 
-def test_a_package_whose_import_raises_is_one_line(plant: Plant) -> None:
+def test_a_package_whose_import_raises_is_one_line(plant):
     """Whatever it raises and prints; the packages after it are imported all the same."""
     names = ("plantedraise", "plantedexit", "plantedlast")
     plant("bandpo", "9.9", names)
@@ -111,7 +111,7 @@ def test_a_package_whose_import_raises_is_one_line(plant: Plant) -> None:
     assert "repair" not in out
 
 
-def test_an_import_that_ends_python_is_reported(plant: Plant) -> None:
+def test_an_import_that_ends_python_is_reported(plant):
     plant("bandpo", "9.9", ("plantedfirst", "plantedcrash", "plantedlast"))
     plant("plantedfirst", "1.0")
     plant("plantedcrash", "1.0", code="import os; os.abort()")
@@ -143,9 +143,7 @@ def plant_gpus(plant: Plant, tmp_path: Path, cuda: str | None, gpus: int, warnin
         ("13.0", 0, "The NVIDIA driver is too old", "torch cannot use the GPU: The NVIDIA driver is too old"),
     ],
 )
-def test_gpus(
-    cuda: str | None, gpus: int, warning: str, problem: str | None, plant: Plant, tmp_path: Path
-) -> None:
+def test_gpus(cuda, gpus, warning, problem, plant, tmp_path):
     plant_gpus(plant, tmp_path, cuda, gpus, warning)
     code, out = doctor()
     assert code == (0 if problem is None else 1)
@@ -157,13 +155,13 @@ def test_gpus(
     assert problems == ([f"problem  {problem}"] if problem else [])
 
 
-def test_hidden_gpus_are_no_problem(plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gpus_are_no_problem(plant, tmp_path, monkeypatch):
     plant_gpus(plant, tmp_path, "13.0", 0, "hidden")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert doctor()[0] == 0
 
 
-def test_without_installation_the_message_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_installation_the_message_says_what_to_type(monkeypatch):
     def missing(name: str) -> Any:
         raise metadata.PackageNotFoundError(name)
 
@@ -173,7 +171,7 @@ def test_without_installation_the_message_says_what_to_type(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_the_environment_of_the_tests_is_in_order(tmp_path: Path) -> None:
+def test_the_environment_of_the_tests_is_in_order(tmp_path):
     """No package is imported by the command's own process, so its versions are those of the files."""
     done = subprocess.run(
         [sys.executable, "-m", "bandpo_cli", "doctor", "--format", "json"],

@@ -36,7 +36,7 @@ def training_record(place: Path, step: int) -> dict:
     return json.loads((place / "runs" / RUN / "evals" / f"step-{step:06d}.json").read_text())
 
 
-def test_metrics_of_a_checkpoint_equal_those_of_training(place: Path, latest: Path) -> None:
+def test_metrics_of_a_checkpoint_equal_those_of_training(place, latest):
     """The samples are the same, so all metrics, intervals and values per problem are equal bit by bit."""
     record = record_of(latest)
     assert record["status"] == "finished"
@@ -49,7 +49,7 @@ def test_metrics_of_a_checkpoint_equal_those_of_training(place: Path, latest: Pa
     assert (latest / "plots" / "success.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_metrics_agree_with_the_table_of_completions(latest: Path) -> None:
+def test_metrics_agree_with_the_table_of_completions(latest):
     """The means are recomputed by pandas from the table, with the definitions of docs/evaluation.md."""
     table, figures = samples_of(latest), record_of(latest)["sets"]["countdown"]["metrics"]
     assert len(table) == 6 * 8
@@ -71,7 +71,7 @@ def test_metrics_agree_with_the_table_of_completions(latest: Path) -> None:
 @pytest.mark.parametrize(
     "model", [f"{RUN}@2", f"./runs/{RUN}/checkpoints/step-000002/", f"{{place}}/runs/{RUN}@2"]
 )
-def test_an_earlier_checkpoint_by_every_form_of_reference(place: Path, tmp_path: Path, model: str) -> None:
+def test_an_earlier_checkpoint_by_every_form_of_reference(place, tmp_path, model):
     name = tmp_path.name
     succeed("eval", "--model", model.format(place=place), "--name", name, cwd=place)
     record = record_of(place / "runs" / name)
@@ -81,7 +81,7 @@ def test_an_earlier_checkpoint_by_every_form_of_reference(place: Path, tmp_path:
     assert record["model"] == {"path": str(checkpoint), "run": str(run), "step": 2}
 
 
-def test_flags_override_the_settings_of_the_run(place: Path) -> None:
+def test_flags_override_the_settings_of_the_run(place):
     succeed(
         "eval", "--model", RUN, "--n", "2", "--limit", "3", "--temperature", "0.5", "--name", "flags",
         "--set", "evaluation.batch=2", "--no-mlflow", cwd=place,
@@ -98,14 +98,14 @@ def test_flags_override_the_settings_of_the_run(place: Path) -> None:
     assert {"mean_at_2", "pass_at_2", "maj_at_2"} <= set(scores["metrics"])
 
 
-def test_standard_output_is_the_json_record_only(place: Path) -> None:
+def test_standard_output_is_the_json_record_only(place):
     flags = ["--name", "json", "--format", "json", "--limit", "2"]
     done = succeed("eval", "--model", RUN, *flags, cwd=place)
     assert json.loads(done.out) == record_of(place / "runs" / "json")
     assert "runs/json" in done.err
 
 
-def test_plain_lines_and_the_default_name_with_model_tasks_n_and_seed(place: Path) -> None:
+def test_plain_lines_and_the_default_name_with_model_tasks_n_and_seed(place):
     done = succeed("eval", "--model", RUN, "--limit", "1", "--n", "1", cwd=place)
     assert ("\x1b" in done.out, done.err) == (False, "")
     for part in ("countdown: 1/1 completions", "1 problem × 1 = 1 completions", "mean@1", "wrong"):
@@ -116,7 +116,7 @@ def test_plain_lines_and_the_default_name_with_model_tasks_n_and_seed(place: Pat
 
 
 @pytest.mark.slow
-def test_resume_works_from_another_current_folder(place: Path, tmp_path: Path) -> None:
+def test_resume_works_from_another_current_folder(place, tmp_path):
     """The record contains absolute paths of the model and its files, so the current folder does not matter."""
     succeed("eval", "--model", f"runs/{RUN}", "--name", "moved", "--no-mlflow", cwd=place)
     folder = place / "runs" / "moved"
@@ -127,7 +127,7 @@ def test_resume_works_from_another_current_folder(place: Path, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_two_steps_of_a_run_are_compared(place: Path, latest: Path) -> None:
+def test_two_steps_of_a_run_are_compared(place, latest):
     done = succeed("eval", "compare", f"{RUN}@0", f"{RUN}@4", "--format", "json", cwd=place)
     found = json.loads(done.out)["sets"]["countdown"]
     a, b = (training_record(place, step)["sets"]["countdown"] for step in (0, 4))
@@ -140,7 +140,7 @@ def test_two_steps_of_a_run_are_compared(place: Path, latest: Path) -> None:
     assert done.err == ""
 
 
-def test_an_evaluation_equals_the_step_that_it_repeats(place: Path, latest: Path) -> None:
+def test_an_evaluation_equals_the_step_that_it_repeats(place, latest):
     """By name, folder and file, with RUN for the latest step of the run: all differences are 0."""
     for other in ("latest", "runs/latest/eval.json"):
         done = succeed("eval", "compare", RUN, other, "--format", "json", cwd=place)
@@ -167,16 +167,14 @@ def test_an_evaluation_equals_the_step_that_it_repeats(place: Path, latest: Path
         (["--resume", RUN], [f"no evaluation '{RUN}'"]),
     ],
 )
-def test_a_user_error_is_one_line_and_writes_nothing(
-    place: Path, latest: Path, arguments: list[str], parts: list[str]
-) -> None:
+def test_a_user_error_is_one_line_and_writes_nothing(place, latest, arguments, parts):
     before = sorted((place / "runs").rglob("*"))
     assert len(usage_error("eval", *arguments, cwd=place, parts=parts)) < 1000
     assert sorted((place / "runs").rglob("*")) == before
 
 
 @pytest.mark.slow
-def test_mlflow_gets_the_metrics_in_the_right_run(tmp_path: Path, empty_database: Path) -> None:
+def test_mlflow_gets_the_metrics_in_the_right_run(tmp_path, empty_database):
     """They are at the checkpoint's step of the run, with intervals and files; the status of the run stays."""
     from mlflow import MlflowClient
 
@@ -204,7 +202,7 @@ def test_mlflow_gets_the_metrics_in_the_right_run(tmp_path: Path, empty_database
 
 
 @pytest.mark.slow
-def test_an_unreachable_server_gives_one_warning(place: Path) -> None:
+def test_an_unreachable_server_gives_one_warning(place):
     flags = ["--limit", "2", "--name", "away", "--mlflow", "--tracking-uri", "http://127.0.0.1:9"]
     done = bandpo("eval", "--model", RUN, *flags, cwd=place)
     assert done.code == 0

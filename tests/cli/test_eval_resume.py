@@ -52,7 +52,7 @@ def check_equal(folder: Path, uninterrupted: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_keeps_stored_completions(tmp_path: Path, uninterrupted: Path, number: int) -> None:
+def test_a_signal_keeps_stored_completions(tmp_path, uninterrupted, number):
     """The signal goes to the process group, as from a terminal; then the printed command is run."""
     process = start_slowly(tmp_path, *SETTINGS, "--name", "stopped", "--runs-dir", "my runs")
     folder = tmp_path / "my runs" / "stopped"
@@ -76,7 +76,7 @@ def test_a_signal_keeps_stored_completions(tmp_path: Path, uninterrupted: Path, 
 
 
 @pytest.mark.slow
-def test_a_kill_loses_at_most_one_batch(tmp_path: Path, uninterrupted: Path) -> None:
+def test_a_kill_loses_at_most_one_batch(tmp_path, uninterrupted):
     """The evaluation is killed twice at random moments, resumed each time, and finally left to finish."""
     rng = random.Random(7)
     folder = tmp_path / "runs" / "killed"
@@ -116,7 +116,7 @@ def interrupted_evaluation(place: Path, keep: int) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [0, 6])
-def test_resume_after_any_number_of_batches(tmp_path: Path, uninterrupted: Path, keep: int) -> None:
+def test_resume_after_any_number_of_batches(tmp_path, uninterrupted, keep):
     """Before the first batch, and between the last part and the complete table; other tests stop in between."""
     folder = interrupted_evaluation(tmp_path, keep)
     succeed("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
@@ -124,7 +124,7 @@ def test_resume_after_any_number_of_batches(tmp_path: Path, uninterrupted: Path,
 
 
 @pytest.mark.slow
-def test_a_damaged_part_is_named_and_other_files_are_ignored(tmp_path: Path, uninterrupted: Path) -> None:
+def test_a_damaged_part_is_named_and_other_files_are_ignored(tmp_path, uninterrupted):
     """A kill during the write of a part leaves a temporary file, which is not a part."""
     folder = interrupted_evaluation(tmp_path, 2)
     part = min((folder / "parts").glob("*.parquet"))
@@ -138,7 +138,7 @@ def test_a_damaged_part_is_named_and_other_files_are_ignored(tmp_path: Path, uni
 
 
 @pytest.mark.slow
-def test_a_kill_between_the_table_and_the_metrics(tmp_path: Path, uninterrupted: Path) -> None:
+def test_a_kill_between_the_table_and_the_metrics(tmp_path, uninterrupted):
     """The table is complete, the parts still exist, and the status is running: the metrics come from the table."""
     succeed("eval", *SETTINGS, "--name", "a", cwd=tmp_path)
     folder = tmp_path / "runs" / "a"
@@ -155,7 +155,7 @@ def test_a_kill_between_the_table_and_the_metrics(tmp_path: Path, uninterrupted:
 
 
 @pytest.mark.slow
-def test_a_finished_evaluation_is_graded_again_without_its_model(tmp_path: Path) -> None:
+def test_a_finished_evaluation_is_graded_again_without_its_model(tmp_path):
     """Only the table is read: neither the model nor the file of the problems is needed."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in FOREIGN))
     succeed("eval", "--samples", "a.jsonl", "--name", "a", "--no-mlflow", cwd=tmp_path)
@@ -171,7 +171,7 @@ def test_a_finished_evaluation_is_graded_again_without_its_model(tmp_path: Path)
     assert record_of(tmp_path / "runs" / "b")["sets"] == record["sets"]
 
 
-def test_a_changed_or_deleted_samples_file_is_refused_at_resume(tmp_path: Path) -> None:
+def test_a_changed_or_deleted_samples_file_is_refused_at_resume(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in FOREIGN))
     succeed("eval", "--samples", "a.jsonl", "--name", "a", "--no-mlflow", cwd=tmp_path)
@@ -187,7 +187,7 @@ def test_a_changed_or_deleted_samples_file_is_refused_at_resume(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_changed_problems_with_the_same_ids_are_refused_at_resume(tmp_path: Path) -> None:
+def test_changed_problems_with_the_same_ids_are_refused_at_resume(tmp_path):
     """The task's file, or its settings as here, gives the same number of problems, but different ones."""
     folder = interrupted_evaluation(tmp_path, 2)
     record = record_of(folder)
@@ -197,7 +197,7 @@ def test_changed_problems_with_the_same_ids_are_refused_at_resume(tmp_path: Path
     assert count_parts(folder) == 2
 
 
-def test_resume_refuses_settings(tmp_path: Path) -> None:
+def test_resume_refuses_settings(tmp_path):
     flags = {
         "--task": "countdown", "--n": "4", "--k": "1", "--temperature": "0", "--seed": "0", "--grader": "math",
         "--name": "b", "--set": "seed=1",
@@ -212,7 +212,7 @@ def test_resume_refuses_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [{"config": []}, {"config": {"seed": -1}}, {"model": {}}, {"samples": {"path": 7}}]
 )
-def test_a_damaged_record_is_one_line(tmp_path: Path, change: dict) -> None:
+def test_a_damaged_record_is_one_line(tmp_path, change):
     folder = tmp_path / "runs" / "a"
     folder.mkdir(parents=True)
     record = {

@@ -38,7 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_completions_of_an_evaluation_give_equal_metrics(place: Path) -> None:
+def test_completions_of_an_evaluation_give_equal_metrics(place):
     first = place / "runs" / "first"
     again = rescore(place, "runs/first/samples.parquet", "--k", "1,4", name="again")
     pd.testing.assert_frame_equal(samples_of(again), samples_of(first), check_exact=True)
@@ -48,7 +48,7 @@ def test_completions_of_an_evaluation_give_equal_metrics(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_completions_of_a_training_step_get_equal_verdicts(place: Path) -> None:
+def test_completions_of_a_training_step_get_equal_verdicts(place):
     path = place / "runs" / "run" / "samples" / "step-000002.parquet"
     succeed("eval", "--samples", path, "--no-mlflow", cwd=place)
     (folder,) = (place / "runs").glob("eval-run-step-000002-rescored-*")
@@ -63,7 +63,7 @@ def test_completions_of_a_training_step_get_equal_verdicts(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_imports_what_it_needs_and_exits_without_a_garbage_collection(tmp_path: Path) -> None:
+def test_the_command_imports_what_it_needs_and_exits_without_a_garbage_collection(tmp_path):
     """The start, the imports and the exit take most of the time of a small evaluation."""
     code = """
 import atexit, gc, sys
@@ -79,7 +79,7 @@ main()
     assert done.stdout.splitlines()[-1] == "[] True"
 
 
-def test_the_chosen_grader_grades_stored_completions(tmp_path: Path) -> None:
+def test_the_chosen_grader_grades_stored_completions(tmp_path):
     completions = ["Answer: 2", "Answer: 2.", "\\boxed{2}", "it is\n#### 2"]
     path = write_jsonl(tmp_path / "a.jsonl", {"question": "1+1?", "answer": "2", "completions": completions})
     samples = samples_of(rescore(tmp_path, path, "--grader", "math-dapo-boxed"))
@@ -88,7 +88,7 @@ def test_the_chosen_grader_grades_stored_completions(tmp_path: Path) -> None:
     assert [None if pd.isna(answer) else answer for answer in samples["answer"]] == ["2", "2.", "2", None]
 
 
-def test_different_numbers_of_completions_per_problem(tmp_path: Path) -> None:
+def test_different_numbers_of_completions_per_problem(tmp_path):
     """By hand: 2 of 3 correct, 0 of 1, 1 of 1; k is at most the smallest count, and there are no token counts."""
     rows = [
         {"question": "1+1?", "answer": "2", "completions": ["Answer: 2", "Answer: 3", "\\boxed{2.0}"]},
@@ -127,7 +127,7 @@ FOUR = {
 
 
 @pytest.mark.slow
-def test_a_custom_grader(tmp_path: Path) -> None:
+def test_a_custom_grader(tmp_path):
     """The grader is in the current folder and prints; standard output contains only JSON."""
     (tmp_path / "mine.py").write_text(MINE)
     write_jsonl(tmp_path / "a.jsonl", FOUR)
@@ -138,12 +138,12 @@ def test_a_custom_grader(tmp_path: Path) -> None:
     assert list(samples_of(tmp_path / "runs" / "a")["accuracy"]) == [0, 0, 1, 0]
 
 
-def test_a_file_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_utf8_is_refused(tmp_path):
     (tmp_path / "a\udcff.jsonl").write_text("{}")
     assert "not a text in UTF-8" in usage_error("eval", "--samples", "a\udcff.jsonl", cwd=tmp_path)
 
 
-def test_sampling_settings_of_a_config_file_are_ignored(tmp_path: Path) -> None:
+def test_sampling_settings_of_a_config_file_are_ignored(tmp_path):
     """The config file sets n = 1 and greedy decoding; the samples file has 2 completions, and --k applies to them."""
     (tmp_path / "my.yaml").write_text("evaluation: {samples: 1, temperature: 0, k: [1]}\n")
     write_jsonl(
@@ -155,7 +155,7 @@ def test_sampling_settings_of_a_config_file_are_ignored(tmp_path: Path) -> None:
     succeed("eval", "--resume", "a", "--no-mlflow", cwd=tmp_path)
 
 
-def test_extra_fields_of_any_type_round_trip(tmp_path: Path) -> None:
+def test_extra_fields_of_any_type_round_trip(tmp_path):
     """A Parquet file of another program may contain times, bytes and nested rows beside the answer."""
     import datetime
 

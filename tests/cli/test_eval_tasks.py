@@ -35,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_several_files_are_several_sets(place: Path) -> None:
+def test_several_files_are_several_sets(place):
     """Files with the same name are distinguished by their folders."""
     succeed(
         "eval", "--model", "model", "--task", "sums.jsonl", "--task", "a/test.jsonl", "--task", "b/test.jsonl", *SHORT,
@@ -56,7 +56,7 @@ def test_several_files_are_several_sets(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_and_evaluations_have_the_arguments_of_the_chat_template(place: Path) -> None:
+def test_training_and_evaluations_have_the_arguments_of_the_chat_template(place):
     model = Path(shutil.copytree(place / "model", place / "thinking"))
     (model / "chat_template.jinja").write_text(THINKING)
     common = ["--model", "thinking", "--task", "sums.jsonl"]
@@ -82,7 +82,7 @@ def test_training_and_evaluations_have_the_arguments_of_the_chat_template(place:
 
 
 @pytest.mark.slow
-def test_samples_of_a_set_do_not_depend_on_other_sets(place: Path) -> None:
+def test_samples_of_a_set_do_not_depend_on_other_sets(place):
     tables = {}
     for name, tasks in (("alone", ["a/test.jsonl"]), ("second", ["sums.jsonl", "a/test.jsonl"])):
         flags = [f"--task={task}" for task in tasks]
@@ -92,7 +92,7 @@ def test_samples_of_a_set_do_not_depend_on_other_sets(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_too_long_prompts_are_excluded_and_counted(place: Path) -> None:
+def test_too_long_prompts_are_excluded_and_counted(place):
     write_questions(place / "long.jsonl", 5, more=["so many words " * 60])
     done = succeed(
         "eval", "--model", "model", "--task", "long.jsonl", *SHORT, "--name", "long",
@@ -106,7 +106,7 @@ def test_too_long_prompts_are_excluded_and_counted(place: Path) -> None:
     usage_error("train", *arguments, "--set", "task.system=Be brief.", "--dry-run", cwd=place, parts=parts)
 
 
-def test_more_tokens_than_the_context_are_refused_and_nothing_is_written(place: Path) -> None:
+def test_more_tokens_than_the_context_are_refused_and_nothing_is_written(place):
     before = [*place.glob("runs/*")]
     words = ["eval", "--model", "model", "--task", "sums.jsonl", "--max-tokens", "5000"]
     usage_error(*words, cwd=place, parts=["the model reads at most 4,096"])
@@ -116,7 +116,7 @@ def test_more_tokens_than_the_context_are_refused_and_nothing_is_written(place: 
 
 
 @pytest.mark.slow
-def test_template_and_system_message_of_a_run_apply_to_another_file(place: Path) -> None:
+def test_template_and_system_message_of_a_run_apply_to_another_file(place):
     """A text model's run of one step is evaluated on its own held-out file and then on another file."""
     succeed(
         "train", "--model", "model", "--task", "sums.jsonl", "--steps", "1", "--name", "run", "--no-mlflow",

@@ -21,7 +21,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_folder_is_written_and_described(place: Path) -> None:
+def test_a_folder_is_written_and_described(place):
     code, out, err = export("verl", *SMALL, "--out", "job", "--nodes", "2", "--gpus-per-node", "4")
     assert (code, err) == (0, "")
     assert "GPUs: 8, vLLM engines: 8" in out
@@ -32,7 +32,7 @@ def test_a_folder_is_written_and_described(place: Path) -> None:
     assert "trainer.nnodes=2" in (place / "job" / "run.sh").read_text("utf-8")
 
 
-def test_differences_are_refused_or_allowed(place: Path) -> None:
+def test_differences_are_refused_or_allowed(place):
     settings = ["--set", "optim.warmup_steps=8", "--set", "sampling.engine=transformers"]
     different = [*SMALL, *settings, "--gpus-per-node", "1"]
     parts = ("optim.warmup_steps = 8", "sampling.engine = transformers", "--allow-differences")
@@ -43,7 +43,7 @@ def test_differences_are_refused_or_allowed(place: Path) -> None:
     assert "differs  optim.warmup_steps = 8" in out
 
 
-def test_an_existing_folder_is_named(place: Path) -> None:
+def test_an_existing_folder_is_named(place):
     (place / "job").mkdir()
     (place / "file").touch()
     for out, message in (("job", "exists already"), ("file/job", "cannot be written")):
@@ -54,7 +54,7 @@ def test_an_existing_folder_is_named(place: Path) -> None:
 @pytest.mark.parametrize(
     "setting", ["grader: missing_module:reward", "rewards: [number, missing_module:reward]"]
 )
-def test_a_custom_grader_that_cannot_be_imported_is_refused(setting: str, place: Path) -> None:
+def test_a_custom_grader_that_cannot_be_imported_is_refused(setting, place):
     save_text_model(place / "model", ["1+1"], layers=1)
     rows = [{"question": f"{index}+1?", "answer": str(index + 1)} for index in range(80)]
     (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")

@@ -23,7 +23,7 @@ def scored(text: str) -> Reply:
 
 
 @pytest.mark.slow
-def test_an_unreachable_judge_is_an_error_of_one_line_before_the_run(tmp_path: Path) -> None:
+def test_an_unreachable_judge_is_an_error_of_one_line_before_the_run(tmp_path):
     for flags in ((), ("--dry-run",)):
         done = bandpo("train", *JUDGE, *flags, cwd=tmp_path, JUDGE_URL="http://127.0.0.1:9/v1")
         assert (done.code, done.err.count("\n")) == (2, 1)
@@ -33,7 +33,7 @@ def test_an_unreachable_judge_is_an_error_of_one_line_before_the_run(tmp_path: P
 
 
 @pytest.mark.slow
-def test_an_outage_of_two_steps_costs_their_rewards_and_no_step(tmp_path: Path) -> None:
+def test_an_outage_of_two_steps_costs_their_rewards_and_no_step(tmp_path):
     """Calls are numbered from 1, the trial call; 16 follow per step. In step 4 some calls fail."""
 
     def reply(text: str) -> Reply:
@@ -56,9 +56,7 @@ def test_an_outage_of_two_steps_costs_their_rewards_and_no_step(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_long_outage_ends_the_run_and_a_resume_continues_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_outage_ends_the_run_and_a_resume_continues_it(tmp_path, monkeypatch):
     monkeypatch.setattr(rewards, "MAX_FAILED_BATCHES", 2)
     with JudgeServer(scored) as server:
         flags = (*JUDGE, "--set", "checkpoint.every=1", "--steps", "4")

@@ -1,21 +1,35 @@
-"""The launcher of `--nproc`, with ranks that are small scripts: their errors, deaths and signals."""
+"""The launcher of --nproc, with ranks that are small scripts: their errors, deaths and signals, and what is printed."""
 
+import json
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from bandpo_cli.__main__ import main
 from bandpo_cli.cli import launch_ranks as launcher
-from bandpo_cli.cli.launch_ranks import RankError, first_failure, launch, rank_variables
+from bandpo_cli.cli.launch_ranks import (
+    RankError,
+    first_failure,
+    launch,
+    prints_errors,
+    rank_variables,
+    read_error,
+    record_error,
+)
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.processes.ranks import check_gpu_count, ranks_to_start
+from bandpo_cli.errors import LostRankError, RunError, UserError, mark_received
+from bandpo_cli.grading import workers
+from bandpo_cli.processes.ranks import check_gpu_count, launched_ranks, ranks_to_start
 from bandpo_cli.storage.run_record import usable_cores
 from tests.processes.checks import check_ended
 
@@ -79,7 +93,7 @@ def send_when(number: int, *paths: Path) -> threading.Thread:
     return thread
 
 
-def test_ranks_have_their_place_and_rank_0_prints(in_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_have_their_place_and_rank_0_prints(in_folder, capfd):
     script = (
         "write(f'place-{rank}', ' '.join(os.environ[key] for key in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', "
         "'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'BANDPO_RUN_NAME')))\n"
@@ -95,9 +109,7 @@ def test_ranks_have_their_place_and_rank_0_prints(in_folder: Path, capfd: pytest
 
 
 @pytest.mark.slow
-def test_warnings_of_other_ranks_are_printed_once(
-    in_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warnings_of_other_ranks_are_printed_once(in_folder, capfd, monkeypatch):
     """A warning of all ranks is printed by rank 0, which is not the first to have it here."""
     monkeypatch.setattr(launcher, "WARNING_S", 600.0)
     script = (
@@ -117,9 +129,7 @@ def test_warnings_of_other_ranks_are_printed_once(
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_others_and_is_named(
-    in_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_rank_ends_the_others_and_is_named(in_folder, monkeypatch, capfd):
     """Rank 0 notices nothing, as a rank that waits on a GPU; it also ignores SIGTERM. Rank 1 has a child process."""
     monkeypatch.setattr(launcher, "ENDING_S", 0.3)
     script = (
@@ -164,9 +174,7 @@ FAILURES = [
 @pytest.mark.parametrize(
     ("script", "error", "printed"), FAILURES, ids=["lost rank", "mistake", "traceback", "exit code"]
 )
-def test_the_first_error_is_reported_once(
-    in_folder: Path, script: str, error: Exception, printed: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_error_is_reported_once(in_folder, script, error, printed, capfd):
     with pytest.raises(type(error)) as raised:
         start(script)
     assert str(raised.value) == str(error)
@@ -174,7 +182,7 @@ def test_the_first_error_is_reported_once(
 
 
 @pytest.mark.slow
-def test_a_complete_run_waits_for_no_hanging_rank(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_run_waits_for_no_hanging_rank(in_folder, monkeypatch):
     monkeypatch.setattr(launcher, "OTHERS_S", 0.3)
     assert start("wait_for('pid-1') if rank == '0' else wait_forever()") == 0
     check_ended([int((in_folder / "pid-1").read_text())])
@@ -196,7 +204,7 @@ write(f"received-{rank}", " ".join(received))
 
 
 @pytest.mark.slow
-def test_rank_0_alone_receives_the_first_signal(in_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_alone_receives_the_first_signal(in_folder, capfd):
     before = signal.getsignal(signal.SIGINT)
     sender = send_when(signal.SIGINT, in_folder / "ready")
     assert start(STOPS_AT_THE_END_OF_A_STEP) == 0
@@ -206,7 +214,7 @@ def test_rank_0_alone_receives_the_first_signal(in_folder: Path, capfd: pytest.C
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_a_second_signal_ends_rank_0_while_it_waits_for_another_rank(in_folder: Path) -> None:
+def test_a_second_signal_ends_rank_0_while_it_waits_for_another_rank(in_folder):
     """Rank 0 notices the signal when the other rank has ended, as in a collective."""
     script = (
         "signals = []\n"
@@ -224,9 +232,7 @@ def test_a_second_signal_ends_rank_0_while_it_waits_for_another_rank(in_folder: 
 
 
 @pytest.mark.slow
-def test_a_signal_while_the_ranks_load_ends_them(
-    in_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_while_the_ranks_load_ends_them(in_folder, monkeypatch, capfd):
     monkeypatch.setattr(launcher, "OTHERS_S", 0.2)
     script = (
         "handle_forwarded_signals()\n"
@@ -239,7 +245,7 @@ def test_a_signal_while_the_ranks_load_ends_them(
     check_ended([int((in_folder / "pid-1").read_text())])
 
 
-def test_no_process_is_left_when_the_launcher_fails(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_left_when_the_launcher_fails(in_folder, monkeypatch):
     def fail(*_: object) -> None:
         while not {"pid-0", "pid-1"} <= {path.name for path in in_folder.iterdir()}:
             time.sleep(0.01)
@@ -281,7 +287,7 @@ def failed(message: str, time_ns: int = 0, lost: bool = False, received: bool = 
         ([ended(0, -signal.SIGKILL, None), ended(1, 0, None)], [signal.SIGTERM], 0),
     ],
 )
-def test_the_cause_of_a_failure(ranks: list[Any], signals: list[int], cause: int | None) -> None:
+def test_the_cause_of_a_failure(ranks, signals, cause):
     found = first_failure(ranks, signals)
     assert (None if found is None else found.rank) == cause
 
@@ -295,7 +301,7 @@ def test_the_cause_of_a_failure(ranks: list[Any], signals: list[int], cause: int
         (None, failed("rank 0: a", received=True), "rank 0: a"),
     ],
 )
-def test_the_failed_rank_is_named_once(first: RankError | None, second: RankError, message: str) -> None:
+def test_the_failed_rank_is_named_once(first, second, message):
     ranks = [ended(0, int(first is not None), first, first is None), ended(1, 1, second)]
     with pytest.raises(RunError, match=f"^{message}$"):
         launcher._exit_code(ranks, [], RESUME)
@@ -305,11 +311,11 @@ def test_the_failed_rank_is_named_once(first: RankError | None, second: RankErro
     ("count", "environ", "threads"),
     [(2, {}, max(1, usable_cores() // 2)), (10_000, {}, 1), (2, {"OMP_NUM_THREADS": "3"}, 3)],
 )
-def test_the_threads_of_a_rank_are_its_share(count: int, environ: dict[str, str], threads: int) -> None:
+def test_the_threads_of_a_rank_are_its_share(count, environ, threads):
     assert rank_variables(0, count, 1, "a", environ)["OMP_NUM_THREADS"] == str(threads)
 
 
-def test_only_the_first_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_process_starts_ranks(monkeypatch):
     assert [ranks_to_start(nproc) for nproc in (None, 1, 2)] == [None, None, 2]
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -320,7 +326,7 @@ def test_only_the_first_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) ->
     assert ranks_to_start(2) is None
 
 
-def test_more_ranks_than_gpus_are_refused_and_allowed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_refused_and_allowed_on_a_cpu(monkeypatch):
     check_gpu_count("auto", 8, "--nproc 8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -328,3 +334,103 @@ def test_more_ranks_than_gpus_are_refused_and_allowed_on_a_cpu(monkeypatch: pyte
     check_gpu_count("cpu", 3, "--nproc 3")
     with pytest.raises(UserError, match="--nproc 3: every rank needs its own GPU, and this machine has 2"):
         check_gpu_count("auto", 3, "--nproc 3")
+
+
+def test_the_ranks_of_a_machine_share_its_cores_for_grading(monkeypatch):
+    monkeypatch.setattr(workers, "usable_cores", lambda: 12)
+    assert workers.default_workers() == 8
+    for key, value in (("RANK", "1"), ("WORLD_SIZE", "16"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(key, value)
+    assert workers.default_workers() == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert workers.default_workers() == 1
+
+
+def from_received(error: Exception) -> Exception:
+    error.__cause__ = RuntimeError("rank 3")
+    mark_received(error.__cause__)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "traceback"),
+    [
+        (UserError("no such model"), 2, ""),
+        (LostRankError("lost the connection"), 1, ""),
+        (RunError("ValueError: x"), 1, "Traceback\n  line\nValueError: x"),
+        (from_received(RunError("out of memory")), 1, ""),
+    ],
+)
+def test_a_recorded_error_is_read_again_and_by_torchrun(tmp_path, monkeypatch, error, code, traceback):
+    path = tmp_path / "error.json"
+    assert read_error(path) is None
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    record_error(error, code, traceback)
+    record = read_error(path)
+    assert record is not None
+    lost, received = isinstance(error, LostRankError), error.__cause__ is not None
+    assert record == RankError(str(error), code, traceback, lost, record.time_ns, received)
+    assert record.time_ns > 0
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(path))
+    report = str(ChildFailedError("train", {0: failure}))
+    assert f"exitcode  : {code}" in report
+    assert (traceback or str(error)).splitlines()[-1] in report
+    for content in ("", "{", "[]", '{"rank": "a"}', '{"rank": {"text": "a"}}'):
+        path.write_text(content)
+        assert read_error(path) is None
+
+
+def test_an_error_without_a_launcher_is_not_recorded(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    record_error(RunError("x"), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "printed"),
+    [
+        ({}, True),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "2", "BANDPO_NPROC": "2"}, False),  # the parent process prints it
+    ],
+)
+def test_who_prints_an_error(tmp_path, environ, printed, capsys):
+    """The error of a command: in the file of its rank, and on the terminal at most once for all ranks."""
+    path = tmp_path / "error.json"
+    with (
+        mock.patch.dict(os.environ, {**environ, "TORCHELASTIC_ERROR_FILE": str(path)}),
+        mock.patch.object(sys, "argv", ["bandpo", "train", "--set", "optim.lrr=1"]),
+        mock.patch("bandpo_cli.__main__.silence_other_ranks"),
+        mock.patch("bandpo_cli.__main__.handle_forwarded_signals"),
+    ):
+        assert prints_errors() == printed
+        assert launched_ranks() == (2 if "BANDPO_NPROC" in environ else None)
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert end.value.code == 2
+    record = read_error(path)
+    assert record is not None
+    assert "optim.lrr" in record.message
+    assert "\n" not in record.message
+    assert capsys.readouterr().err == (f"error: {record.message}\n" if printed else "")
+
+
+def test_an_unexpected_error_is_recorded_with_its_traceback(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "bandpo_cli.__main__.app",
+        mock.Mock(side_effect=[ZeroDivisionError("x"), ZeroDivisionError("x")]),
+    )
+    monkeypatch.setattr("bandpo_cli.__main__.silence_other_ranks", lambda: None)
+    for rank, raised in (("0", ZeroDivisionError), ("1", SystemExit)):
+        path = tmp_path / f"{rank}.json"
+        for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("TORCHELASTIC_ERROR_FILE", str(path))):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(raised):
+            main()
+        record = read_error(path)
+        assert record is not None
+        assert record.message == "ZeroDivisionError: x"
+        assert record.traceback.startswith("Traceback (most recent call last)")
+        assert json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"] == record.traceback

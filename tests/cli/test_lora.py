@@ -33,7 +33,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_the_run_is_described_with_its_adapters(tmp_path: Path) -> None:
+def test_the_run_is_described_with_its_adapters(tmp_path):
     printed = " ".join(succeed("train", *SMALL, *LORA, "--dry-run", cwd=tmp_path).out.split())
     assert "LoRA of rank 4, alpha 12, on all linear layers but the output layer" in printed
     assert "LoRA trains 0.1M of 1.1M parameters; training all weights takes" in printed
@@ -41,7 +41,7 @@ def test_the_run_is_described_with_its_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_merged_model_is_a_plain_one_with_the_weights_of_the_run(place: Path, tmp_path: Path) -> None:
+def test_the_merged_model_is_a_plain_one_with_the_weights_of_the_run(place, tmp_path):
     checkpoint = place / "runs" / "lora" / "checkpoints" / "step-000002"
     done = succeed("export", "merged", "lora", "--out", str(tmp_path / "out"), cwd=place)
     assert str(tmp_path / "out") in done.out.replace("\n", "")
@@ -58,7 +58,7 @@ def test_the_merged_model_is_a_plain_one_with_the_weights_of_the_run(place: Path
 
 
 @pytest.mark.slow
-def test_an_adapter_folder_is_merged_in_the_dtype_of_its_base(place: Path, tmp_path: Path) -> None:
+def test_an_adapter_folder_is_merged_in_the_dtype_of_its_base(place, tmp_path):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     shutil.copytree(place / "runs" / "lora" / "checkpoints" / "step-000002", adapter)
     model = load_policy(ModelConfig(device="cpu", dtype="bfloat16"))
@@ -72,7 +72,7 @@ def test_an_adapter_folder_is_merged_in_the_dtype_of_its_base(place: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_evaluations_of_run_adapter_and_merged_model_are_equal(place: Path, tmp_path: Path) -> None:
+def test_evaluations_of_run_adapter_and_merged_model_are_equal(place, tmp_path):
     export_merged("lora", tmp_path / "merged", place / "runs")
     adapter = place / "runs" / "lora" / "checkpoints" / "step-000002"
     found: list[Any] = []
@@ -93,14 +93,14 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line_and_writes_nothing(tmp_path: Path, name: str) -> None:
+def test_a_mistake_is_one_line_and_writes_nothing(tmp_path, name):
     settings, parts = MISTAKES[name]
     flags = [flag for setting in settings for flag in ("--set", f"model.lora.{setting}")]
     usage_error("train", "--steps", "1", *SMALL, *flags, cwd=tmp_path, parts=parts)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_training_from_an_adapter_is_refused(place: Path) -> None:
+def test_training_from_an_adapter_is_refused(place):
     adapter = "runs/lora/checkpoints/step-000002"
     verl = ["export", "verl", "--out", "job", "--set", "optim.warmup_steps=0"]
     for command in (["train", "--steps", "1"], verl):
@@ -109,7 +109,7 @@ def test_training_from_an_adapter_is_refused(place: Path) -> None:
         assert f"{adapter} --out DIR" in line
 
 
-def test_what_cannot_be_exported_is_refused(place: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_refused(place, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "file").touch()
     for arguments, part in (
@@ -124,7 +124,7 @@ def test_what_cannot_be_exported_is_refused(place: Path, tmp_path: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} == {"there", "file"}
 
 
-def test_a_resume_with_other_adapters_is_refused(place: Path) -> None:
+def test_a_resume_with_other_adapters_is_refused(place):
     for setting in ("rank=8", "target_modules=[q_proj]"):
         flags = ["--set", f"model.lora.{setting}", "--steps", "4"]
         parts = ["a resume can change", f"model.lora.{setting.partition('=')[0]}"]
@@ -132,7 +132,7 @@ def test_a_resume_with_other_adapters_is_refused(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_after_a_crash(tmp_path: Path) -> None:
+def test_a_run_resumes_after_a_crash(tmp_path):
     succeed("train", "--steps", "4", *SMALL, *LORA, "--name", "a", cwd=tmp_path)
     crashed, uninterrupted = tmp_path / "runs" / "a", tmp_path / "uninterrupted"
     shutil.copytree(crashed, uninterrupted)

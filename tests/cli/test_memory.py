@@ -1,7 +1,15 @@
-"""Out of memory: the error message and the estimate name settings that need less memory, with values."""
+"""Memory: estimates, error messages and the limits of containers name settings that need less."""
 
+import errno
 import io
+import json
+import os
 import re
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +21,12 @@ from rich.console import Console
 from bandpo_cli.cli.preview import print_memory
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.run import LoraSettings, RunConfig
-from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.errors import RunError, UserError, system_error_message
 from bandpo_cli.experiments.memory_check import GIB, memory_report, memory_savings, out_of_memory_errors
 from bandpo_cli.models.memory_estimate import SLEEPING_ENGINE_BYTES, Device, MemoryEstimate, estimate_memory
 from bandpo_cli.sampling.engine_server import portable_error
+from tests.cli import train_runs
+from tests.commands import run_bandpo
 
 GSM8K = {"task": {"name": "gsm8k"}, "model": {"path": "org/none"}}
 
@@ -36,7 +46,7 @@ def printed(config: RunConfig, ranks: int = 1) -> str:
 
 
 @pytest.mark.parametrize("fail", [allocate_too_much, raise_cuda_error])
-def test_out_of_memory_is_one_line_with_valid_settings(fail: object) -> None:
+def test_out_of_memory_is_one_line_with_valid_settings(fail):
     config = resolve([GSM8K])
     with pytest.raises(RunError) as raised, out_of_memory_errors(config):
         fail()  # type: ignore[operator]
@@ -50,7 +60,7 @@ def test_out_of_memory_is_one_line_with_valid_settings(fail: object) -> None:
     assert less.model.dtype == "bfloat16"
 
 
-def test_the_estimate_of_several_ranks_is_that_of_each() -> None:
+def test_the_estimate_of_several_ranks_is_that_of_each():
     text = printed(resolve([]), ranks=2)
     parts = ("weights (float32)", "complete parameters", "gradients", "activations of 2,048 tokens", "fits")
     for part in ("1.1M parameters, a rank of 2", *parts):
@@ -74,7 +84,7 @@ def estimate_on(
     return estimate_memory(config, device, ranks, engine)
 
 
-def test_an_engine_that_sleeps_shares_memory_with_the_update() -> None:
+def test_an_engine_that_sleeps_shares_memory_with_the_update():
     """The engine is awake while a complete weight is sent to it; in an update it has its graphs and buffers."""
     vllm = {"sleep": True, "memory_fraction": 0.5}
     config = resolve([{"sampling": {"engine": "vllm", "vllm": vllm}}])
@@ -91,9 +101,7 @@ def test_an_engine_that_sleeps_shares_memory_with_the_update() -> None:
 
 
 @pytest.mark.parametrize(("name", "gib"), [("auto", 80), ("cuda:1", 40), ("cpu", None)])
-def test_the_estimate_is_compared_with_the_gpu_that_the_run_uses(
-    gpus: list[int], monkeypatch: pytest.MonkeyPatch, name: str, gib: int | None
-) -> None:
+def test_the_estimate_is_compared_with_the_gpu_that_the_run_uses(gpus, monkeypatch, name, gib):
     gpus += [80, 40]
     if gib is None:
         monkeypatch.setattr(torch.cuda, "mem_get_info", None)
@@ -103,7 +111,7 @@ def test_the_estimate_is_compared_with_the_gpu_that_the_run_uses(
     assert gib is None or device.total == gib * GIB
 
 
-def test_no_estimate_without_the_gpu_or_the_config(gpus: list[int], tmp_path: Path) -> None:
+def test_no_estimate_without_the_gpu_or_the_config(gpus, tmp_path):
     with pytest.raises(UserError, match="'cuda:7': not usable on this machine: Invalid device id"):
         memory_report(resolve([{"model": {"device": "cuda:7"}}]))
     (tmp_path / "config.json").write_text("{}")
@@ -127,7 +135,7 @@ CACHE = 32 * 50 * 2 * 5 * 4 * 32
 """Elements of keys and values: sequences × tokens × 2 × layers × key-value heads × head size."""
 
 
-def test_an_engine_process_on_a_cpu_has_a_copy_of_the_weights_and_samples_during_the_update() -> None:
+def test_an_engine_process_on_a_cpu_has_a_copy_of_the_weights_and_samples_during_the_update():
     config = lag_of_1()
     estimate, before = estimate_on(config, on_gpu=False), estimate_on(without_lag(config), on_gpu=False)
     process = 4 * PARAMETERS + 4 * CACHE + 32 * 24 * VOCABULARY
@@ -141,7 +149,7 @@ def test_an_engine_process_on_a_cpu_has_a_copy_of_the_weights_and_samples_during
     assert weights == 4 * PARAMETERS, "adapters are merged there"
 
 
-def test_an_engine_process_on_the_trainers_gpu_does_not_sleep() -> None:
+def test_an_engine_process_on_the_trainers_gpu_does_not_sleep():
     config = lag_of_1(engine="vllm", vllm={"sleep": True, "memory_fraction": 0.25})
     estimate = estimate_on(config, 80)
     before = estimate_on(without_lag(config), 80)
@@ -150,7 +158,7 @@ def test_an_engine_process_on_the_trainers_gpu_does_not_sleep() -> None:
     assert "vLLM while it sleeps" not in estimate.update
 
 
-def test_each_gpu_must_have_enough_memory() -> None:
+def test_each_gpu_must_have_enough_memory():
     """vLLM takes 85% of the engine's GPU, and at most 95% are used."""
     config = lag_of_1(engine="vllm", max_sequences=1, vllm={"memory_fraction": 0.85})
     minimum = SLEEPING_ENGINE_BYTES + 2 * PARAMETERS + 20 * VOCABULARY + 50 * CACHE / (32 * 50) * 2
@@ -198,9 +206,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ([80, 80, 24, 24], "auto", 2, ("GPU 2 (cuda:2, cuda:3)", 24)),
     ],
 )
-def test_the_engine_is_estimated_on_the_gpu_that_it_will_have(
-    gpus: list[int], sizes: list[int], device: str, ranks: int, expected: tuple[str, int] | None
-) -> None:
+def test_the_engine_is_estimated_on_the_gpu_that_it_will_have(gpus, sizes, device, ranks, expected):
     gpus += sizes
     config = lag_of_1()
     config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
@@ -209,7 +215,7 @@ def test_the_engine_is_estimated_on_the_gpu_that_it_will_have(
     assert memory_report(without_lag(config), ranks).engine_device is None
 
 
-def test_both_gpus_are_printed(gpus: list[int]) -> None:
+def test_both_gpus_are_printed(gpus):
     gpus += [80, 40]
     half = {"memory_fraction": 0.5}
     text = printed(lag_of_1(vllm=half))
@@ -223,7 +229,7 @@ def test_both_gpus_are_printed(gpus: list[int]) -> None:
     assert "GPU 2 (cuda:2, cuda:3) has 40.0 GiB" in printed(lag_of_1(vllm=half), ranks=2)
 
 
-def test_the_advice_is_for_the_gpu_with_too_little_memory(gpus: list[int]) -> None:
+def test_the_advice_is_for_the_gpu_with_too_little_memory(gpus):
     gpus += [80, 8]
     text = printed(lag_of_1(vllm={"memory_fraction": 0.999}))
     assert "too much" in text
@@ -247,7 +253,7 @@ def settings_of(advice: str) -> list[str]:
         ),
     ],
 )
-def test_less_memory_without_a_lag(engine: str, on_gpu: bool, of_the_engine: list[str]) -> None:
+def test_less_memory_without_a_lag(engine, on_gpu, of_the_engine):
     """Not where the engine has a GPU to itself: without a lag it would be on that of the trainer."""
     config = lag_of_1(engine=engine, vllm={"sleep": False, "memory_fraction": 0.6})
     found = [f"{key}={value}" for key, value in memory_savings(config, on_gpu)]
@@ -261,7 +267,7 @@ def test_less_memory_without_a_lag(engine: str, on_gpu: bool, of_the_engine: lis
 
 
 @pytest.mark.parametrize(("cards", "helps"), [(1, True), (2, False)])
-def test_out_of_memory_of_an_engine_process(gpus: list[int], cards: int, helps: bool) -> None:
+def test_out_of_memory_of_an_engine_process(gpus, cards, helps):
     """Settings of the updates, and no lag, are advised where the trainer shares its GPU, and only there."""
     gpus += [80] * cards
     with pytest.raises(RunError) as raised, out_of_memory_errors(lag_of_1()):
@@ -274,3 +280,86 @@ def test_out_of_memory_of_an_engine_process(gpus: list[int], cards: int, helps: 
     assert ("optim.micro_batch_tokens" in settings[0]) == helps
     assert any(setting.startswith("sampling.") for setting in settings)
     assert any(setting.startswith("model.lora") for setting in settings) == helps
+
+
+SMALL = [*train_runs.SMALL, "--name", "a"]
+
+
+def train(*arguments: str, cwd: Path, **options: object) -> subprocess.CompletedProcess[str]:
+    return run_bandpo("train", *arguments, cwd=cwd, **options, OMP_NUM_THREADS="1")
+
+
+@contextmanager
+def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
+    """Return a disk of this size; skip the test where none can be mounted."""
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small disk")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line(tmp_path):
+    with small_disk(tmp_path / "disk", 8) as disk:
+        state = os.statvfs(disk)
+        (disk / "filler").write_bytes(bytes(state.f_bavail * state.f_frsize))
+        done = train("--steps", "2", *SMALL, "--runs-dir", str(disk / "runs"), cwd=tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert done.stderr.startswith("error: ")
+        assert "no space is left on the disk" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_read_only_runs_folder_is_reported_before_loading(tmp_path):
+    with small_disk(tmp_path / "disk", 8) as disk:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        done = train("--steps", "2", *SMALL, "--runs-dir", str(disk / "runs"), cwd=tmp_path)
+        assert done.returncode == 2
+        assert "is not writable; name another folder" in done.stderr
+
+
+def limit_file_size() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
+
+
+@pytest.mark.slow
+def test_a_limit_that_a_thread_meets_ends_the_run_at_its_next_step(tmp_path):
+    """The line of the checkpoint's step is written, the checkpoint is not."""
+    done = train("--steps", "5", *SMALL, cwd=tmp_path, before=limit_file_size)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("error: runs/a/checkpoints/step-000002: the checkpoint cannot be written: ")
+    content = json.loads((tmp_path / "runs/a/summary.json").read_text())
+    assert content["status"] == "FAILED"
+    assert 2 <= content["steps"] <= 4, "the checkpoint of step 4 waits for that of step 2"
+    assert not list((tmp_path / "runs/a/checkpoints").iterdir())
+    again = train("--resume", "a", "--set", "checkpoint.every=0", cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+
+
+def limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (3_500_000_000, 3_500_000_000))
+
+
+@pytest.mark.slow
+def test_out_of_memory_names_settings_to_change(tmp_path):
+    many = "sampling.prompts=2048 sampling.samples=64 sampling.max_sequences=200000 evaluation.every=0"
+    flags = [word for setting in many.split() for word in ("--set", setting)]
+    done = train("--steps", "1", *SMALL, *flags, cwd=tmp_path, before=limit_memory)
+    assert done.returncode == 1
+    assert "out of memory" in done.stderr
+    assert "--set sampling.max_sequences=50000" in done.stderr
+
+
+def test_only_known_system_errors_have_a_message():
+    assert system_error_message(OSError("no number")) is None
+    assert system_error_message(FileNotFoundError(errno.ENOENT, "gone", "x")) is None
+    assert system_error_message(PermissionError(errno.EACCES, "no", "x")) == "x: permission denied"
+    assert (
+        system_error_message(OSError(errno.ENOSPC, "full"))
+        == "no space is left on the disk; free some, then continue"
+    )

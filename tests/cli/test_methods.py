@@ -1,7 +1,6 @@
 """Methods from the command line: the settings with their source, and a run of a method without bounds in all views."""
 
 import json
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -21,7 +20,7 @@ def task() -> Task:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_settings_has_the_methods_settings_and_source(task: Task, method: str) -> None:
+def test_the_settings_has_the_methods_settings_and_source(task, method):
     config = resolve([{"bounds": {"method": method}}])
     described, *source = dict(settings_rows(config, task))["method"].split("\n")
     assert described == config.bounds.describe()
@@ -29,7 +28,7 @@ def test_the_settings_has_the_methods_settings_and_source(task: Task, method: st
     assert source == ([f"{paper}, published defaults"] if paper else [])
 
 
-def test_the_source_names_settings_that_differ_from_the_published_ones() -> None:
+def test_the_source_names_settings_that_differ_from_the_published_ones():
     """DPPO's published radius depends on its divergence."""
     dppo = {"method": "dppo", "divergence": "tv"}
     assert resolve([{"bounds": dppo}]).bounds.source() == "arXiv 2602.04879, published defaults"
@@ -38,7 +37,7 @@ def test_the_source_names_settings_that_differ_from_the_published_ones() -> None
 
 
 @pytest.mark.slow
-def test_a_run_of_a_method_without_bounds_in_every_view(tmp_path: Path) -> None:
+def test_a_run_of_a_method_without_bounds_in_every_view(tmp_path):
     """SAPO clips nothing: no metric of an interval, a share of 0 clipped tokens, and nothing that reads them fails."""
     for name, method in (("soft", "sapo"), ("hard", "clip")):
         succeed(

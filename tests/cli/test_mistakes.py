@@ -215,7 +215,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
 
 
 @pytest.mark.parametrize("command", MISTAKES, ids=lambda command: command[:60])
-def test_a_mistake_is_one_line_that_helps(command: str, results: dict[str, Done]) -> None:
+def test_a_mistake_is_one_line_that_helps(command, results):
     code, out, err = results[command]
     assert (code, out, err[:7], err.count("\n")) == (2, "", "error: ", 1)
     assert len(err) < 1020
@@ -223,19 +223,19 @@ def test_a_mistake_is_one_line_that_helps(command: str, results: dict[str, Done]
     assert "secret" not in err
 
 
-def test_a_later_flag_is_not_blamed_on_the_file(folder: Path) -> None:
+def test_a_later_flag_is_not_blamed_on_the_file(folder):
     line = usage_error("train", "-c", "bad-value.yaml", "--lr", "2e30", cwd=folder)
     assert line.startswith("error: optim.lr = 2e+30")
 
 
 @pytest.mark.parametrize("alias", ["grpo", "ppo"])
-def test_grpo_and_ppo_mean_clip(alias: str) -> None:
+def test_grpo_and_ppo_mean_clip(alias):
     assert resolve([{"bounds": {"method": alias, "eps_high": 0.3}}]).bounds == ClipSettings(eps_high=0.3)
     merged = resolve([{"bounds": {"method": "clip", "eps_high": 0.3}}, {"bounds": {"method": alias}}])
     assert merged.bounds == ClipSettings(eps_high=0.3)
 
 
-def test_flags_are_settings_also_with_value_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_are_settings_also_with_value_0(folder, monkeypatch):
     (folder / "seed.yaml").write_text("seed: 3\n")
     flags = ["-c", "seed.yaml", "--lr", "3e-6", "--max-tokens", "7", "--seed", "0", "--dry-run"]
     printed = succeed("train", *flags, cwd=folder).out
@@ -249,7 +249,7 @@ def test_flags_are_settings_also_with_value_0(folder: Path, monkeypatch: pytest.
     assert runs == {(1e-5, 6), (1e-5, 8), (1e-6, 6), (1e-6, 8)}
 
 
-def test_suggested_settings_exist() -> None:
+def test_suggested_settings_exist():
     """Of all methods and with LoRA: a suggestion may be a setting of one method only."""
     lora = {"model": {"lora": {"rank": 8}}}
     data = {"task": {"name": "data", "train": "x"}}
@@ -258,7 +258,7 @@ def test_suggested_settings_exist() -> None:
     assert set(SETTINGS_ELSEWHERE) <= keys
 
 
-def test_a_file_of_the_user_comes_before_a_shipped_one(folder: Path) -> None:
+def test_a_file_of_the_user_comes_before_a_shipped_one(folder):
     for name in ("paper/base", "paper/base.yaml", "configs/paper/base.yaml"):
         assert read_config(Path(name)).path == shipped_configs()["paper/base"]
     (folder / "gsm8k").write_text("steps: 1\n")
@@ -267,14 +267,14 @@ def test_a_file_of_the_user_comes_before_a_shipped_one(folder: Path) -> None:
         read_config(Path("nosuch"))
 
 
-def test_shipped_configs_are_those_of_the_repository() -> None:
+def test_shipped_configs_are_those_of_the_repository():
     configs = Path(__file__).parents[2] / "configs"
     assert sorted(shipped_configs()) == sorted(
         path.relative_to(configs).with_suffix("").as_posix() for path in configs.rglob("*.yaml")
     )
 
 
-def test_configs_are_listed_and_shown(tmp_path: Path) -> None:
+def test_configs_are_listed_and_shown(tmp_path):
     listed = succeed("configs", cwd=tmp_path, COLUMNS="200").out
     for name, path in shipped_configs().items():
         assert f"{name} " in listed

@@ -71,7 +71,7 @@ def kill_rank(process: Forked, rank: int, folder: Path, lines: int) -> tuple[str
     return output
 
 
-def test_two_ranks_are_killed_stopped_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_are_killed_stopped_and_resumed(tmp_path, monkeypatch):
     """Compared with a run that nothing interrupts. Ranks of torchrun resume it at last, by the Python function."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     runs, store = tmp_path / "runs", (tmp_path / "mlruns").as_uri()
@@ -138,7 +138,7 @@ def test_two_ranks_are_killed_stopped_and_resumed(tmp_path: Path, monkeypatch: p
     assert not [name for name in kept if "/trainer/" not in name and ours[name] != theirs[name]]
 
 
-def test_sigterm_of_torchrun_to_its_ranks_writes_a_checkpoint(tmp_path: Path) -> None:
+def test_sigterm_of_torchrun_to_its_ranks_writes_a_checkpoint(tmp_path):
     settings = ["--steps", "400", *SMALL, "--set", "checkpoint.every=400", "--set", "evaluation.every=0"]
     ranks = start_as_torchrun(tmp_path, "bandpo_cli", "train", *settings, "--name", "a")
     folder = tmp_path / "runs" / "a"
@@ -152,7 +152,7 @@ def test_sigterm_of_torchrun_to_its_ranks_writes_a_checkpoint(tmp_path: Path) ->
     assert f"stopped by SIGTERM after step {done['steps']}" in out
 
 
-def test_a_fork_on_two_ranks_is_nearly_the_run_of_one(six_steps: Path, tmp_path: Path) -> None:
+def test_a_fork_on_two_ranks_is_nearly_the_run_of_one(six_steps, tmp_path):
     process = start_ranks(tmp_path, "--fork", f"{six_steps}@4", "--name", "two", "--no-mlflow")
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err

@@ -17,7 +17,7 @@ pytest.importorskip("reasoning_gym")
 
 
 @pytest.mark.slow
-def test_the_list_is_printed_without_torch(tmp_path: Path) -> None:
+def test_the_list_is_printed_without_torch(tmp_path):
     ((code, out, err),) = without_torch([(tmp_path, ["train", "--task", "reasoning-gym:list"])])
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -38,7 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_missing_extra_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_missing_extra_is_named(place, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "reasoning_gym" else find_spec(name, *a)
@@ -61,9 +61,7 @@ def test_the_missing_extra_is_named(place: Path, monkeypatch: pytest.MonkeyPatch
         ),
     ],
 )
-def test_a_mistake_is_one_line_and_writes_nothing(
-    place: Path, arguments: list[str], parts: list[str]
-) -> None:
+def test_a_mistake_is_one_line_and_writes_nothing(place, arguments, parts):
     usage_error("train", "--model", "model", *arguments, cwd=place, parts=parts)
     assert not (place / "runs").exists()
 
@@ -78,7 +76,7 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_a_run_and_its_resume(place: Path) -> None:
+def test_a_run_and_its_resume(place):
     """Two steps on two generators; a resume after the first continues with the same problems and metrics."""
     done = succeed("train", *SMALL, "--name", "a", cwd=place)
     assert "reasoning-gym, 30 training problems" in done.out

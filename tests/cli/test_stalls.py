@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ def end_after_seconds() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 0])
-def test_a_stopped_rank_is_named_and_the_run_can_be_resumed(tmp_path: Path, rank: int) -> None:
+def test_a_stopped_rank_is_named_and_the_run_can_be_resumed(tmp_path, rank):
     words = ["train", *SETTINGS, "--nproc", "2", "--stall-after", "0.5"]
     folder = tmp_path / "runs" / "r"
     process = Forked(*words, cwd=tmp_path, before=end_after_seconds, fork_children=True, OMP_NUM_THREADS="1")
@@ -50,7 +49,7 @@ def test_a_stopped_rank_is_named_and_the_run_can_be_resumed(tmp_path: Path, rank
     resumed.kill()
 
 
-def test_show_prints_where_the_processes_of_a_run_are(tmp_path: Path) -> None:
+def test_show_prints_where_the_processes_of_a_run_are(tmp_path):
     """The run continues; a finished run has no process."""
     folder = tmp_path / "runs" / "r"
     process = Forked(

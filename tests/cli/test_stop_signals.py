@@ -18,9 +18,7 @@ from bandpo_cli.cli.signals import FORWARDED, StopSignals, exit_on_sigterm, hand
     ("number", "code", "again"),
     [(signal.SIGINT, 130, "press Ctrl-C again"), (signal.SIGTERM, 143, "send SIGTERM again")],
 )
-def test_the_second_signal_exits(
-    number: int, code: int, again: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_second_signal_exits(number, code, again, capfd):
     before = signal.getsignal(number)
     with StopSignals() as signals:
         signals.start(None)
@@ -39,7 +37,7 @@ def test_the_second_signal_exits(
     assert signal.getsignal(number) == before
 
 
-def test_the_first_sigterm_exits_the_block_and_later_ones_are_ignored() -> None:
+def test_the_first_sigterm_exits_the_block_and_later_ones_are_ignored():
     before = signal.getsignal(signal.SIGTERM)
     cleaned = []
 
@@ -57,7 +55,7 @@ def test_the_first_sigterm_exits_the_block_and_later_ones_are_ignored() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_handlers_are_unchanged_in_another_thread() -> None:
+def test_handlers_are_unchanged_in_another_thread():
     before = signal.getsignal(signal.SIGTERM)
     seen = []
 
@@ -79,7 +77,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("launched")
-def test_a_rank_of_nproc_listens_to_its_parent_process_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_of_nproc_listens_to_its_parent_process_alone(capfd):
     """A cluster sends SIGTERM to all processes of a job, and the parent forwards its own: one request."""
     with StopSignals() as signals:
         signals.start(None)
@@ -99,7 +97,7 @@ def test_a_rank_of_nproc_listens_to_its_parent_process_alone(capfd: pytest.Captu
 @pytest.mark.slow
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("times", [1, 2])
-def test_signals_that_arrive_in_native_code_are_counted(times: int) -> None:
+def test_signals_that_arrive_in_native_code_are_counted(times):
     """Python calls the handler once for both of them."""
 
     def send() -> None:
@@ -125,7 +123,7 @@ def test_signals_that_arrive_in_native_code_are_counted(times: int) -> None:
 
 
 @pytest.mark.usefixtures("launched")
-def test_forwarded_signals_end_a_rank_that_does_not_train() -> None:
+def test_forwarded_signals_end_a_rank_that_does_not_train():
     before = [signal.getsignal(number) for number in FORWARDED]
     try:
         handle_forwarded_signals()
@@ -136,9 +134,7 @@ def test_forwarded_signals_end_a_rank_that_does_not_train() -> None:
             signal.signal(number, handler)
 
 
-def test_a_rank_of_torchrun_ignores_sigterm_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_of_torchrun_ignores_sigterm_at_the_end(monkeypatch, capfd):
     """torchrun sends SIGTERM to the other ranks when one has ended, and kills them 30 s later."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -152,7 +148,7 @@ def test_a_rank_of_torchrun_ignores_sigterm_at_the_end(
     assert capfd.readouterr().err == ""  # rank 0 prints
 
 
-def test_sighup_stops_as_sigterm_does_unless_nohup_ignores_it() -> None:
+def test_sighup_stops_as_sigterm_does_unless_nohup_ignores_it():
     """A further one, of which a closed terminal sends several, asks for nothing."""
     with StopSignals() as signals:
         signals.start(None)
@@ -189,7 +185,7 @@ main()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "number"), [("typer", signal.SIGINT), ("numpy", signal.SIGTERM)])
-def test_a_signal_during_the_imports_gives_one_line(module: str, number: int) -> None:
+def test_a_signal_during_the_imports_gives_one_line(module, number):
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(int(number))], capture_output=True, check=False
     )

@@ -54,7 +54,7 @@ def run_alone(plan: Path, place: Path) -> list[dict]:
     return [without_clock(line) for line in train(resolve([read_layer(plan)]), place, "alone").records]
 
 
-def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path: Path) -> None:
+def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path):
     sweep = tmp_path / "runs" / "a"
     words = ["--delta", "0.01,0.1", "--seeds", "0", *SMALL, "--jobs", "1", "--name", "a"]
     first = begin(tmp_path, *words, with_trial=True)
@@ -83,7 +83,7 @@ def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path: Path) 
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
-def test_runs_of_two_ranks_end_with_their_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_two_ranks_end_with_their_sweep(tmp_path, monkeypatch):
     """Without a GPU the ranks of a run are processes on the CPU; the run is that of one rank."""
     words = ["--seeds", "0", *SMALL, "--gpus-per-run", "2", "--set", "checkpoint.every=1", "--name", "two"]
     words += ["--steps", "4"]  # the ranks look at the launcher only after it has ended
@@ -106,7 +106,7 @@ def test_runs_of_two_ranks_end_with_their_sweep(tmp_path: Path, monkeypatch: pyt
         assert line == pytest.approx(expected, abs=1e-4, rel=1e-4)
 
 
-def test_a_failed_run_does_not_stop_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_does_not_stop_others(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     file = tmp_path / "two.yaml"
     # With this learning rate the weights are not finite after the first update.
@@ -136,7 +136,7 @@ def test_a_failed_run_does_not_stop_others(tmp_path: Path, monkeypatch: pytest.M
         assert runs[name].data.tags["mlflow.parentRunId"] == runs["b"].info.run_id
 
 
-def test_a_signal_lets_all_runs_save_their_state(tmp_path: Path) -> None:
+def test_a_signal_lets_all_runs_save_their_state(tmp_path):
     """The time limit of a cluster sends SIGTERM to all processes of the job. The sweep forwards it to its runs, too."""
     sweep = begin(tmp_path, "--seeds", "0,1", *SMALL, "--steps", "500", "--name", "c", "--jobs", "2")
     runs = [tmp_path / "runs/c" / name for name in ("band-s0", "band-s1")]
@@ -161,7 +161,7 @@ def local_ray() -> None:
     sweep_run.RayPool = lambda address, jobs, variables, ranks: LocalPool([{**os.environ, **variables}])
 
 
-def test_the_executor_ray_executes_all_runs(tmp_path: Path) -> None:
+def test_the_executor_ray_executes_all_runs(tmp_path):
     pytest.importorskip("ray")
     words = ["sweep", "--seeds", "0", *SMALL, "--steps", "1", "--name", "there", "--executor", "ray"]
     sweep = Forked(*words, cwd=tmp_path, before=local_ray, fork_children=True, OMP_NUM_THREADS="1")

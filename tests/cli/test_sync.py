@@ -36,7 +36,7 @@ def sync(*arguments: str, **variables: str) -> Done:
     return bandpo("sync", *arguments, cwd=Path.cwd(), **variables)
 
 
-def test_sync_prints_what_was_sent_and_the_second_time_nothing(runs: Path, store: str) -> None:
+def test_sync_prints_what_was_sent_and_the_second_time_nothing(runs, store):
     make_run(runs, "first")
     out = sync("first", "--tracking-uri", store).out
     assert "sent 2 metric values, 1 param" in out
@@ -46,7 +46,7 @@ def test_sync_prints_what_was_sent_and_the_second_time_nothing(runs: Path, store
 
 
 @pytest.mark.slow
-def test_all_includes_runs_of_sweeps_and_excludes_runs_without_tracking(runs: Path, store: str) -> None:
+def test_all_includes_runs_of_sweeps_and_excludes_runs_without_tracking(runs, store):
     make_run(runs, "alone")
     make_run(runs, "private", "tracking:\n  mlflow: false\n")
     make_run(runs / "sweep", "one")
@@ -65,7 +65,7 @@ def test_all_includes_runs_of_sweeps_and_excludes_runs_without_tracking(runs: Pa
     ]
 
 
-def test_an_unreachable_store_is_tried_once_and_gives_exit_code_1(runs: Path, store: str) -> None:
+def test_an_unreachable_store_is_tried_once_and_gives_exit_code_1(runs, store):
     uri = UNREACHABLE.replace("//", "//me:secret@")
     for name in ("a", "b"):
         make_run(runs, name)
@@ -79,7 +79,7 @@ def test_an_unreachable_store_is_tried_once_and_gives_exit_code_1(runs: Path, st
     assert out.startswith("c  sent 2 metric values")
 
 
-def test_a_run_folder_that_cannot_be_written_to_is_named(runs: Path, store: str) -> None:
+def test_a_run_folder_that_cannot_be_written_to_is_named(runs, store):
     """A folder in the place of the lock file gives an error for root too, whom permissions do not stop."""
     make_run(runs, "a")
     (runs / "a" / ".mlflow.lock").mkdir()
@@ -97,13 +97,13 @@ def test_a_run_folder_that_cannot_be_written_to_is_named(runs: Path, store: str)
         (["damaged"], "metrics.jsonl"),
     ],
 )
-def test_a_user_error_is_one_line_and_exit_code_2(runs: Path, arguments: list[str], message: str) -> None:
+def test_a_user_error_is_one_line_and_exit_code_2(runs, arguments, message):
     make_run(runs, "first")
     make_run(runs, "damaged").metrics_path.write_text("no JSON\n")
     usage_error("sync", *arguments, cwd=Path.cwd(), parts=[message])
 
 
-def test_a_damaged_run_does_not_prevent_the_sync_of_others(runs: Path, store: str) -> None:
+def test_a_damaged_run_does_not_prevent_the_sync_of_others(runs, store):
     make_run(runs, "damaged").metrics_path.write_text("no JSON\n")
     make_run(runs, "intact")
     code, out, err = sync("--all", "--tracking-uri", store)

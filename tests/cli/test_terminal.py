@@ -198,13 +198,13 @@ WITHOUT_FOREIGN_TEXT = {"compare evaluations", "train dry"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_command_sends_foreign_control_characters_to_a_terminal(name: str, folder: Path) -> None:
+def test_no_command_sends_foreign_control_characters_to_a_terminal(name, folder):
     written = on_terminal(*COMMANDS[name], cwd=folder)
     check_harmless(written)
     assert name in WITHOUT_FOREIGN_TEXT or "\\x1b[2J" in written or "\\u001b[2J" in written
 
 
-def test_texts_are_escaped_wherever_they_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_are_escaped_wherever_they_are_printed(capsys):
     protect_streams()
     console = open_console()
     table = Table(HOSTILE, title=HOSTILE)
@@ -220,14 +220,14 @@ def test_texts_are_escaped_wherever_they_are_printed(capsys: pytest.CaptureFixtu
     assert err.rstrip("\n") == escape_controls(HOSTILE)
 
 
-def test_colours_reach_a_terminal() -> None:
+def test_colours_reach_a_terminal():
     console = SafeConsole(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
     console.print(Text("red", "red"))
     assert console.file.getvalue() == "\x1b[31mred\x1b[0m\n"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
-def test_json_has_equal_values_in_every_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_has_equal_values_in_every_encoding(encoding, monkeypatch):
     value = {"text": HOSTILE + "\n\tδ é 😀"}
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stream)
@@ -241,7 +241,7 @@ def test_json_has_equal_values_in_every_encoding(encoding: str, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
+def test_characters_that_the_encoding_lacks_are_escaped(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "bandpo_cli", "bounds", "0.1"],
         env=os.environ | {"PYTHONIOENCODING": "ascii"},
@@ -252,7 +252,7 @@ def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
     assert done.stderr == b""
 
 
-def test_output_without_a_reader_is_discarded(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_without_a_reader_is_discarded(capfd):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
@@ -265,7 +265,7 @@ def test_output_without_a_reader_is_discarded(capfd: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_its_output_is_closed(tmp_path: Path) -> None:
+def test_a_run_goes_on_when_its_output_is_closed(tmp_path):
     process = Forked("train", *SMALL, "--steps", "2", "--name", "a", cwd=tmp_path)
     process.stdout.readline()
     process.stdout.close()

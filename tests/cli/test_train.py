@@ -17,7 +17,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     return place, succeed("train", *SMALL, *words, cwd=place)
 
 
-def test_a_run_in_an_empty_folder(first: tuple[Path, Done]) -> None:
+def test_a_run_in_an_empty_folder(first):
     place, done = first
     settings = ("Band of the kl trust region", "4 prompts × 4 = 16 completions")
     for part in (*settings, "step 2/2", "held-out", "runs/first"):
@@ -36,13 +36,13 @@ def test_a_run_in_an_empty_folder(first: tuple[Path, Done]) -> None:
 
 
 @pytest.mark.slow
-def test_the_resolved_config_gives_the_same_run(first: tuple[Path, Done]) -> None:
+def test_the_resolved_config_gives_the_same_run(first):
     place, _ = first
     succeed("train", "--config", "runs/first/config.yaml", "--name", "again", cwd=place)
     assert record(place / "runs" / "again") == record(place / "runs" / "first")
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     line = usage_error("train", "--model", "./model", "--no-mlflow", cwd=tmp_path)
@@ -50,7 +50,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_grader_of_all_answers(tmp_path: Path) -> None:
+def test_grader_of_all_answers(tmp_path):
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"question": f"{n}?", "answer": n}) + "\n" for n in range(99))
     )
@@ -62,7 +62,7 @@ def test_grader_of_all_answers(tmp_path: Path) -> None:
     assert "did you mean 'gsm8k'?" in usage_error(*arguments, "--grader", "gsm8k-strict", cwd=tmp_path)
 
 
-def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path: Path) -> None:
+def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path):
     printed = succeed("train", "--method", "clip", "--dry-run", cwd=tmp_path).out
     assert "method: clip" in printed
     assert "delta" not in printed

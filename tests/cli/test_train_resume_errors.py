@@ -31,14 +31,14 @@ def placeholder_run(tmp_path: Path) -> Path:
     return run.path
 
 
-def test_a_complete_run_is_refused_and_not_changed(placeholder_run: Path, tmp_path: Path) -> None:
+def test_a_complete_run_is_refused_and_not_changed(placeholder_run, tmp_path):
     before = file_contents(placeholder_run)
     line = usage_error("train", "--resume", "a", cwd=tmp_path)
     assert "run a is complete: 6 of 6 steps; to train further: bandpo train --resume a --steps 12" in line
     assert file_contents(placeholder_run) == before
 
 
-def test_the_hint_for_a_run_of_a_sweep_names_its_folder(placeholder_run: Path, tmp_path: Path) -> None:
+def test_the_hint_for_a_run_of_a_sweep_names_its_folder(placeholder_run, tmp_path):
     (tmp_path / "runs" / "first").mkdir()
     shutil.move(placeholder_run, tmp_path / "runs" / "first" / "band-s0")
     line = usage_error("train", "--resume", "first/band-s0", cwd=tmp_path)
@@ -64,22 +64,20 @@ FORK = "with the other values: bandpo train --fork a --set bounds.method=clip --
         ("--set checkpoint.best_metric=time/step", ["best_metric", "metrics.jsonl"]),
     ],
 )
-def test_changed_settings_are_refused(
-    placeholder_run: Path, tmp_path: Path, arguments: str, parts: list[str]
-) -> None:
+def test_changed_settings_are_refused(placeholder_run, tmp_path, arguments, parts):
     truncate_metrics(placeholder_run, 5)
     before = file_contents(placeholder_run)
     usage_error("train", "--resume", "a", *arguments.split(), cwd=tmp_path, parts=parts)
     assert file_contents(placeholder_run) == before
 
 
-def test_equal_and_harmless_settings_are_accepted(placeholder_run: Path, tmp_path: Path) -> None:
+def test_equal_and_harmless_settings_are_accepted(placeholder_run, tmp_path):
     truncate_metrics(placeholder_run, 5)
     flags = ["--seed", "3", "--set", "grading.workers=1", "--set", "checkpoint.keep_best=0", "--no-mlflow"]
     succeed("train", "--resume", "a", "--config", "runs/a/config.yaml", *flags, "--dry-run", cwd=tmp_path)
 
 
-def test_a_damaged_env_file_is_reported(placeholder_run: Path, tmp_path: Path) -> None:
+def test_a_damaged_env_file_is_reported(placeholder_run, tmp_path):
     truncate_metrics(placeholder_run, 5)
     flags = ["--set", "tracking.mlflow=false", "--dry-run"]
     missing = succeed("train", "--resume", "a", *flags, cwd=tmp_path).out
@@ -90,7 +88,7 @@ def test_a_damaged_env_file_is_reported(placeholder_run: Path, tmp_path: Path) -
     assert "engine, dtype and commits of the run are not known and are chosen anew" in printed
 
 
-def test_a_radius_scheduled_over_the_run_cannot_be_extended(placeholder_run: Path, tmp_path: Path) -> None:
+def test_a_radius_scheduled_over_the_run_cannot_be_extended(placeholder_run, tmp_path):
     """With `delta_steps` the schedule does not depend on the length of the run, which may then grow."""
     scheduled = "  delta: 0.05\n  delta_schedule: linear\n  delta_end: 0.01\n"
     config = (placeholder_run / "config.yaml").read_text().replace("  delta: 0.05\n", scheduled)
@@ -135,9 +133,7 @@ def _evaluation(folder: Path) -> None:
         (_evaluation, "", ["bandpo eval --resume a"]),
     ],
 )
-def test_a_damaged_run_is_one_line(
-    placeholder_run: Path, tmp_path: Path, damage: Callable[[Path], object], arguments: str, words: list[str]
-) -> None:
+def test_a_damaged_run_is_one_line(placeholder_run, tmp_path, damage, arguments, words):
     damage(placeholder_run)
     before = file_contents(placeholder_run)
     usage_error("train", "--resume", "a", *arguments.split(), cwd=tmp_path, parts=words)
@@ -152,9 +148,7 @@ def test_a_damaged_run_is_one_line(
         (["--steps", "12"], None),  # evaluations before and after the run only: nothing to choose from
     ],
 )
-def test_checkpoints_that_fall_on_no_evaluation(
-    tmp_path: Path, settings: list[str], advice: str | None
-) -> None:
+def test_checkpoints_that_fall_on_no_evaluation(tmp_path, settings, advice):
     flags = ["--set", "evaluation.every=20", *settings, "--dry-run"]
     printed = " ".join(succeed("train", *flags, cwd=tmp_path).out.split())
     assert ("never coincide" in printed) == (advice is not None)

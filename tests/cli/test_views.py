@@ -68,7 +68,7 @@ def shown(terminal: bool, reports: Sequence[StepReport], steps: int, folder: Pat
     return out.getvalue()
 
 
-def test_output_to_a_file_is_few_plain_lines() -> None:
+def test_output_to_a_file_is_few_plain_lines():
     text = shown(False, [report(step, evaluated=step in (0, 200)) for step in range(201)], steps=200)
     assert "\x1b" not in text
     assert 15 <= len(text.splitlines()) <= 30
@@ -76,7 +76,7 @@ def test_output_to_a_file_is_few_plain_lines() -> None:
     assert "held-out mean@16 0.312" in text
 
 
-def test_a_file_gets_a_line_per_minute_of_slow_steps_and_one_before_the_first_evaluation() -> None:
+def test_a_file_gets_a_line_per_minute_of_slow_steps_and_one_before_the_first_evaluation():
     reports = [report(step) for step in range(1, 8)]
     for item in reports:
         item.record["time/step"] = 31.0
@@ -91,7 +91,7 @@ def test_a_file_gets_a_line_per_minute_of_slow_steps_and_one_before_the_first_ev
     assert out.getvalue().count("evaluating the policy before the first step") == 1
 
 
-def test_a_terminal_shows_one_panel_with_curves_and_the_tokens_per_second_of_the_last_step() -> None:
+def test_a_terminal_shows_one_panel_with_curves_and_the_tokens_per_second_of_the_last_step():
     reports = [report(step, evaluated=step in (0, 5)) for step in range(6)]
     for step, sampled in ((1, 1000.0), (5, 12345.6)):
         reports[step].record.update(
@@ -116,7 +116,7 @@ class StateView(ExperimentView):
         return Panel(self.state)
 
 
-def test_the_cursor_is_below_a_live_display_until_its_end() -> None:
+def test_the_cursor_is_below_a_live_display_until_its_end():
     """At the end of a full line, the ^C that a terminal writes would begin a new line and so move the display."""
     out = io.StringIO()
     view = StateView(Console(file=out, force_terminal=True, width=20))
@@ -130,7 +130,7 @@ def test_the_cursor_is_below_a_live_display_until_its_end() -> None:
     assert out.getvalue().count(up) == 3, "three lines of the panel are above the empty one"
 
 
-def test_a_signal_is_shown_within_the_panel(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_is_shown_within_the_panel(capfd):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
     with StopSignals() as signals:
@@ -153,7 +153,7 @@ def test_a_signal_is_shown_within_the_panel(capfd: pytest.CaptureFixture[str]) -
     assert "stopped by SIGTERM before the first step" in out.getvalue()
 
 
-def test_a_resumed_run_shows_its_earlier_steps(tmp_path: Path) -> None:
+def test_a_resumed_run_shows_its_earlier_steps(tmp_path):
     """Values that were not finite are null in metrics.jsonl. The time left counts from the first new step."""
     folder = RunFolder(tmp_path)
     for step in range(41):
@@ -173,7 +173,7 @@ def test_a_resumed_run_shows_its_earlier_steps(tmp_path: Path) -> None:
     assert "left -:--:--" in text
 
 
-def test_the_accuracy_of_a_sweep_is_held_out_where_its_runs_evaluate() -> None:
+def test_the_accuracy_of_a_sweep_is_held_out_where_its_runs_evaluate():
     runs = [SweepRun("r", "kl", 0), SweepRun("s", "clip", 0)]
     trained = RunState("running", 3, 10, score=0.7)
     evaluated = RunState("running", 3, 10, score=0.25, evaluations={0: 0.2, 3: 0.25})
@@ -190,7 +190,7 @@ def test_the_accuracy_of_a_sweep_is_held_out_where_its_runs_evaluate() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_step_whose_updates_were_all_skipped_is_shown(terminal: bool) -> None:
+def test_a_step_whose_updates_were_all_skipped_is_shown(terminal):
     """Its record has no clip metrics, and its entropy is NaN if the policy is broken."""
     skipped = report(2)
     del skipped.record["clip/active_fraction"]
@@ -198,21 +198,21 @@ def test_a_step_whose_updates_were_all_skipped_is_shown(terminal: bool) -> None:
     assert re.search(r"updates skipped +4", shown(terminal, [report(1), skipped], 2))
 
 
-def test_sparklines_span_their_range() -> None:
+def test_sparklines_span_their_range():
     assert sparkline([]) == ""
     assert sparkline([0.0, 1.0]) == "▁█"
     assert sparkline([0.3, 0.3]) == "▁▁"
     assert len(sparkline([float(i) for i in range(1000)], width=40)) == 40
 
 
-def test_eval_metrics_are_formatted_with_at_signs() -> None:
+def test_eval_metrics_are_formatted_with_at_signs():
     assert eval_metrics_text({"eval/countdown/mean_at_16": 0.25, "train/reward": 1.0}) == "mean@16 0.250"
     assert eval_metrics_text({"train/reward": 1.0}) == ""
     two_sets = {"eval/aime24/mean_at_32": 0.1, "eval/aime24/pass_at_32": 0.5, "eval/amc23/mean_at_32": 0.25}
     assert eval_metrics_text(two_sets) == "aime24: mean@32 0.100 · pass@32 0.500  amc23: mean@32 0.250"
 
 
-def test_rewards_other_than_0_and_1_come_before_the_accuracy() -> None:
+def test_rewards_other_than_0_and_1_come_before_the_accuracy():
     """The panel shows the reward from the first step that has one; the evaluation before training has none yet."""
     scores = {"eval/countdown/mean_at_16": 0.0, "eval/countdown/reward": 0.0}
     reports = [report(0), report(1), report(2)]
@@ -237,7 +237,7 @@ def test_rewards_other_than_0_and_1_come_before_the_accuracy() -> None:
     assert re.search(r"reward +0.125 → 0.250\n.*training +accuracy 0.000 → 0.000", out.getvalue())
 
 
-def test_shares_of_completions_that_are_flagged() -> None:
+def test_shares_of_completions_that_are_flagged():
     assert flagged_shares({"grade/malformed_fraction": 0.1, "train/truncated_fraction": 0.2}) == ""
     record = {"grade/malformed_fraction": 0.5, "grade/timeout_fraction": 0.002, "grade/error_fraction": 0.01}
     expected = "50.0% without a readable answer, 0.2% timed out, 1.0% grader errors"
@@ -245,7 +245,7 @@ def test_shares_of_completions_that_are_flagged() -> None:
     assert flagged_shares(record | {"train/truncated_fraction": 0.875}) == f"{expected}, 87.5% truncated"
 
 
-def test_the_settings_has_batch_sizes_and_rollouts_ahead() -> None:
+def test_the_settings_has_batch_sizes_and_rollouts_ahead():
     config = resolve([{"sampling": {"max_lag": 1}}])
     assert dict(settings_rows(config, build_task(config.task)))["sampling"].startswith("one step ahead")
     text = " ".join(text for _, text in settings_rows(RunConfig(), build_task(RunConfig().task)))
@@ -254,7 +254,7 @@ def test_the_settings_has_batch_sizes_and_rollouts_ahead() -> None:
         assert part in text
 
 
-def test_names_with_square_brackets_are_printed_unchanged() -> None:
+def test_names_with_square_brackets_are_printed_unchanged():
     """Files, variants and evaluation sets are named by the user; Rich would read `[/b]` as markup and raise."""
     name = "a [/b] [red]b :smile:"
     out = io.StringIO()
@@ -272,7 +272,7 @@ def test_names_with_square_brackets_are_printed_unchanged() -> None:
         assert "[/b]: mean@4 0.500" in shown(terminal, [StepReport(0, record, None)], 1)
 
 
-def test_the_time_left_of_a_sweep_is_not_shorter_than_that_of_its_slowest_run() -> None:
+def test_the_time_left_of_a_sweep_is_not_shorter_than_that_of_its_slowest_run():
     done = RunState("finished", 10, 10)
     slow = RunState("running", 5, 10, seconds_left=100.0)
     fast = RunState("running", 5, 10, seconds_left=50.0)
@@ -306,14 +306,14 @@ def _printed(ups: int, downs: int, ties: int) -> str:
         ((0, 0, 4), None),
     ],
 )
-def test_a_comparison_counts_problems_and_tests_signs(counts: tuple[int, int, int], line: str | None) -> None:
+def test_a_comparison_counts_problems_and_tests_signs(counts, line):
     up, down, same = counts
     text = _printed(*counts)
     assert f"higher in B on {up} problems, lower on {down}, the same on {same}" in text
     assert "sign test" not in text if line is None else f"exact sign test, {line}" in text
 
 
-def test_answers_without_a_verdict_are_counted_with_the_accuracy_they_could_add() -> None:
+def test_answers_without_a_verdict_are_counted_with_the_accuracy_they_could_add():
     """Problems of 2 and 4 completions have equal weights: (0 + 1/2)/2 of them correct, at most (1/2 + 3/4)/2."""
     verdicts = {"p": ["wrong", "timeout"], "q": ["correct", "correct", "grader-error", "wrong"], "r": []}
 
@@ -329,7 +329,7 @@ def test_answers_without_a_verdict_are_counted_with_the_accuracy_they_could_add(
     assert lines("r") == ""
 
 
-def test_the_scores_of_rewards_other_than_0_and_1_and_of_an_evaluation_without_grades() -> None:
+def test_the_scores_of_rewards_other_than_0_and_1_and_of_an_evaluation_without_grades():
     def printed(*rows: EvalRow) -> str:
         out = io.StringIO()
         print_scores(Console(file=out, width=200), {"set": score("set", rows, (1,))})
@@ -358,9 +358,7 @@ def test_the_scores_of_rewards_other_than_0_and_1_and_of_an_evaluation_without_g
         (2, 5, [0.2, 0.5], "share of correct completions", None),
     ],
 )  # fmt: skip
-def test_the_histogram_of_problems(
-    fewest: int, most: int, shares: list[float], title: str, lines: dict[str, str] | None
-) -> None:
+def test_the_histogram_of_problems(fewest, most, shares, title, lines):
     by_problem = {str(i): {f"mean_at_{fewest}": share} for i, share in enumerate(shares)}
     first, *others = (line.plain for line in histogram(Scores(fewest, most, {}, by_problem, {})))
     assert first == f"problems by {title}"

@@ -24,16 +24,14 @@ from tests.tasks.stored_completions import jsonl
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_plain_loop_is_short_and_rewards_sums_of_all_numbers() -> None:
+def test_the_plain_loop_is_short_and_rewards_sums_of_all_numbers():
     assert len((ROOT / "examples" / "grpo_loop.py").read_text().splitlines()) <= 80
     expected = {"2+3+4": 1.0, "4+3+2": 1.0, "9": 0.0, "2+3+3": 0.0, "2+7": 0.0, "": 0.0}
     assert {answer: grpo_loop.reward("2 3 4=9:", answer) for answer in expected} == expected
 
 
 @pytest.mark.slow
-def test_the_plain_loop_trains(
-    capsys: pytest.CaptureFixture[str], one_thread: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plain_loop_trains(capsys, one_thread, monkeypatch):
     """The shipped model solves some sums from the start."""
     monkeypatch.setattr(grpo_loop, "UPDATES", 1)
     history = grpo_loop.train(steps=2)
@@ -42,7 +40,7 @@ def test_the_plain_loop_trains(
     assert capsys.readouterr().out.count("reward") == 2
 
 
-def test_the_custom_divergence_is_twice_hellinger() -> None:
+def test_the_custom_divergence_is_twice_hellinger():
     """4(1 − √u) + 2(u − 1) = 2(√u − 1)², so its Band at δ is Hellinger's at δ/2."""
     logprobs = np.log([0.001, 0.1, 0.5, 0.9])
     custom = band_bounds(logprobs, "examples.custom_divergence:alpha_half", delta=0.05)
@@ -52,7 +50,7 @@ def test_the_custom_divergence_is_twice_hellinger() -> None:
 
 
 @pytest.mark.slow
-def test_the_custom_grader_and_its_data_work_in_the_command(tmp_path: Path) -> None:
+def test_the_custom_grader_and_its_data_work_in_the_command(tmp_path):
     problems = custom_grader.write_problems(tmp_path / "words.jsonl")
     rows = [json.loads(line) for line in problems.read_text().splitlines()]
     texts = [rows[0]["answer"], rows[1]["answer"][:2] + "zzz", "?"]
@@ -68,7 +66,7 @@ def test_the_custom_grader_and_its_data_work_in_the_command(tmp_path: Path) -> N
     assert custom_grader.reversed_word("dnxx", "dnab", {"letters": 4}) == half
 
 
-def test_the_sums_are_distinct_and_their_answers_right() -> None:
+def test_the_sums_are_distinct_and_their_answers_right():
     rows = sums.problems()
     assert len({row["question"] for row in rows}) == len(rows) == 31 * 8 * 8
     for row in rows:
@@ -76,9 +74,7 @@ def test_the_sums_are_distinct_and_their_answers_right() -> None:
         assert (plus, minus, row["answer"]) == ("+", "-", str(int(a) + int(b) - int(c)))
 
 
-def test_the_callback_in_the_docs_ignores_the_evaluation_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_callback_in_the_docs_ignores_the_evaluation_before_training(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "python_api.md").read_text()
     code = next(block for block in page.split("```python\n") if "class PrintAccuracy" in block)
     (tmp_path / "printing_callback.py").write_text(code.partition("```")[0])
@@ -90,9 +86,7 @@ def test_the_callback_in_the_docs_ignores_the_evaluation_before_training(
 
 
 @pytest.mark.slow
-def test_the_python_api_trains_resumes_and_compares(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_python_api_trains_resumes_and_compares(tmp_path, capsys, monkeypatch):
     few_problems = {"task": {"max_number": 5}}
     monkeypatch.setattr(python_api, "resolve", lambda layers: resolve([*layers, few_problems]))
     change = python_api.main(tmp_path, steps=1)
@@ -120,7 +114,7 @@ class Broken(CallbackBase):
 
 
 @pytest.mark.slow
-def test_custom_code_beside_a_config_file_is_resumed_elsewhere_and_runs_on_two_ranks(tmp_path: Path) -> None:
+def test_custom_code_beside_a_config_file_is_resumed_elsewhere_and_runs_on_two_ranks(tmp_path):
     """A resume from another folder uses the copies of the run folder, not the files that have changed since."""
     code, elsewhere, runs = (tmp_path / name for name in ("code", "elsewhere", "runs"))
     code.mkdir()
@@ -156,7 +150,7 @@ def test_custom_code_beside_a_config_file_is_resumed_elsewhere_and_runs_on_two_r
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 
-def test_the_example_for_verl_exports_both_variants(tmp_path: Path) -> None:
+def test_the_example_for_verl_exports_both_variants(tmp_path):
     """The commands of its run.sh, with programs in place of bandpo and of the exported scripts, and their settings."""
     program = tmp_path / "bin" / "bandpo"
     program.parent.mkdir()
@@ -181,7 +175,7 @@ def test_the_example_for_verl_exports_both_variants(tmp_path: Path) -> None:
         assert (differences_of(config), is_runnable(config)) == ([], True)
 
 
-def test_the_environment_answers_higher_and_lower() -> None:
+def test_the_environment_answers_higher_and_lower():
     problem = {"question": "Game 1", "answer": "10", "seed": 3}
     game = guess_number.GuessNumber()
     assert game.reset(problem) == ["Guess my number from 1 to 10. Answer with a number only."]
@@ -197,7 +191,7 @@ def test_the_environment_answers_higher_and_lower() -> None:
 
 
 @pytest.mark.slow
-def test_calculator_is_a_tool_and_computes_nothing_but_arithmetic() -> None:
+def test_calculator_is_a_tool_and_computes_nothing_but_arithmetic():
     (schema,) = tool_schemas(("examples.calculator:calculate",), of_environment=False)
     assert schema["function"]["parameters"]["required"] == ["expression"]
     assert [calculator.calculate(text) for text in ("(12 + 3) * 4", "1/3", "-2*3.5")] == [60, 0.333333, -7]

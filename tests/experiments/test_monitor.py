@@ -12,10 +12,10 @@ import pytest
 
 from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments import fork, resume, train
 from bandpo_cli.experiments.monitor import StepMonitor, stop_reason
-from bandpo_cli.metric_names import without_clock
+from bandpo_cli.metric_names import AXES, without_clock
 from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.results import describe_line
 from bandpo_cli.storage.checkpoints import complete_checkpoints
@@ -122,6 +122,46 @@ def test_a_criterion_ends_a_run_which_resumes_with_another_limit(
     resumed = resume("early", tmp_path, [{"stop": {"entropy_below": None}}])
     assert lines(resumed.folder) == lines(full.folder)
     assert (resumed.status, summary(resumed.folder)["stopped_by"]) == ("FINISHED", None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tokens", "flops"])
+def test_the_step_that_reaches_a_budget_is_the_last_with_evaluation_and_checkpoint(
+    tmp_path: Path, name: str
+) -> None:
+    """Step 3 is neither due for an evaluation nor for a checkpoint; a resume without the budget is the full run."""
+    full = lines(train(resolve([SMALL]), tmp_path, "full").folder)
+    metric = AXES[name].key
+    budget = full[3][metric] if name == "flops" else full[2][metric] + 1
+    result = train(resolve([SMALL, {"stop": {name: budget}}]), tmp_path, "early")
+    ended = lines(result.folder)
+    assert (result.status, [line["step"] for line in ended]) == ("FINISHED", [0, 1, 2, 3])
+    assert {key: ended[3][key] for key in full[3]} == full[3]
+    assert [key for key in ended[3] if key not in full[3]] == [
+        key for key in full[2] if key.startswith("eval/")
+    ]
+    assert sorted(complete_checkpoints(RunFolder(result.folder)).complete) == [2, 3]
+    assert (result.folder / "token_values" / "step-000003.parquet").exists()
+    reason = summary(result.folder)["stopped_by"]
+    assert reason == f"stop.{name} = {budget:g}: the run has taken {full[3][metric]:.6g} ({metric})"
+    with pytest.raises(
+        UserError, match=f"has ended: stop.{name} = .*; to continue: .* --set stop.{name}=null"
+    ):
+        resume("early", tmp_path)
+    resumed = resume("early", tmp_path, settings=[{"stop": {name: None}}])
+    assert lines(resumed.folder)[4:] == full[4:]
+
+
+def test_a_budget_needs_the_totals_of_all_steps() -> None:
+    """A record that an earlier version began has none, and the budget would never be reached."""
+    config = resolve([{"stop": {"tokens": 5}}])
+    with pytest.raises(
+        ConfigError, match="the record has no compute/sampled_tokens, since an earlier version"
+    ):
+        stop_reason(config, [{"step": 1}])
+    assert stop_reason(config, [{"step": 1, "compute/sampled_tokens": 4}]) is None
+    assert stop_reason(config, [{"step": 1, "compute/sampled_tokens": 5}]) is not None
+    assert stop_reason(config, [{"step": 100, "compute/sampled_tokens": 5}]) is None, "all steps are done"
 
 
 def describe_warning(folder: Path) -> str:

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_run_sh_calls_verl_with_every_override_and_further_arguments(folder: Path) -> None:
+def test_run_sh_calls_verl_with_every_override_and_further_arguments(folder):
     words, variables = run_script(folder, "trainer.total_epochs=2")
     assert words[:2] == ["-m", "verl.trainer.main_ppo"]
     assert words[-1] == "trainer.total_epochs=2"
@@ -49,7 +49,7 @@ def test_run_sh_calls_verl_with_every_override_and_further_arguments(folder: Pat
     assert all(Path(overrides[key].strip("'")).exists() for key in ("data.train_files", "data.val_files"))
 
 
-def test_the_environment_chooses_the_mlflow_server_before_the_settings(tmp_path: Path, folder: Path) -> None:
+def test_the_environment_chooses_the_mlflow_server_before_the_settings(tmp_path, folder):
     server = "http://tracker:5000"
     assert run_script(folder, MLFLOW_TRACKING_URI=server)[1]["MLFLOW_TRACKING_URI"] == server
     export_verl(small(tracking={"uri": "http://other:1/$HOME`x`"}), tmp_path / "named", gpus_per_node=1)
@@ -61,7 +61,7 @@ def test_the_environment_chooses_the_mlflow_server_before_the_settings(tmp_path:
     assert "trainer.logger=[console]" in words
 
 
-def test_config_yaml_is_the_configuration_and_the_readme_has_every_setting(folder: Path) -> None:
+def test_config_yaml_is_the_configuration_and_the_readme_has_every_setting(folder):
     exported = resolve([read_layer(folder / "config.yaml")])
     assert exported == with_dtype(small(), on_gpu=True)
     assert exported.model.dtype == "bfloat16"
@@ -74,7 +74,7 @@ def test_config_yaml_is_the_configuration_and_the_readme_has_every_setting(folde
     assert "- optim.warmup_steps = 4: verl raises" in (warm / "README.md").read_text("utf-8")
 
 
-def test_the_data_files_hold_the_problems_of_a_run(folder: Path) -> None:
+def test_the_data_files_hold_the_problems_of_a_run(folder):
     task = build_task(small().task)
     sets = {"train": task.train_problems(), "heldout": task.heldout_sets()["countdown"][:10]}
     for name, problems in sets.items():
@@ -95,7 +95,7 @@ QUESTION = Problem("q", (Message("system", "Be brief."), Message("user", "What i
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["", "with a first token"])
-def test_joined_messages_have_the_token_ids_of_a_run(tmp_path: Path, special: bool) -> None:
+def test_joined_messages_have_the_token_ids_of_a_run(tmp_path, special):
     """The tokenizer of a base model has no chat template; Llama's adds a first token to a text. A chat model keeps its
     own template."""
     from tokenizers.processors import TemplateProcessing
@@ -127,7 +127,7 @@ def test_joined_messages_have_the_token_ids_of_a_run(tmp_path: Path, special: bo
     assert (ids[0] == 0) is special
 
 
-def test_the_copied_model_has_the_tokens_that_verl_looks_up(folder: Path) -> None:
+def test_the_copied_model_has_the_tokens_that_verl_looks_up(folder):
     original, copied = (
         load_tokenizer(resolve([{"model": {"path": path}}]).model)
         for path in ("embedded", str(folder / "model"))
@@ -146,11 +146,11 @@ def test_the_copied_model_has_the_tokens_that_verl_looks_up(folder: Path) -> Non
         ({"eps": 1e-8}, "{eps:1e-08}"), ((0.9, 0.999), "[0.9,0.999]"), ("{% x %}", "'{% x %}'"),
     ],
 )  # fmt: skip
-def test_values_in_hydras_syntax(value: object, text: str) -> None:
+def test_values_in_hydras_syntax(value, text):
     assert hydra_value(value) == text
 
 
-def test_batches_are_counted_per_update_and_gpu() -> None:
+def test_batches_are_counted_per_update_and_gpu():
     of_step, of_update, _, of_pass = batch_arithmetic(small(), 8, problems=100)
     assert of_step == "per step: 8 prompts × 4 completions = 32 completions; GPUs: 8, vLLM engines: 8"
     assert of_update == "per update (2 per step): 16 completions, 2 per GPU"
@@ -166,14 +166,12 @@ def test_batches_are_counted_per_update_and_gpu() -> None:
         ({"sampling": {"vllm": {"tensor_parallel": 3}}}, 4, 100, "tensor_parallel = 3 does not divide"),
     ],
 )
-def test_batches_that_verl_cannot_split_are_refused(
-    sections: dict[str, Any], gpus: int, problems: int, message: str
-) -> None:
+def test_batches_that_verl_cannot_split_are_refused(sections, gpus, problems, message):
     with pytest.raises(ConfigError, match=message):
         batch_arithmetic(small(**sections), gpus, problems)
 
 
-def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_export_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "bandpo_cli.experiments.export_import.write_text", Mock(side_effect=KeyboardInterrupt)
     )
@@ -182,7 +180,7 @@ def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_local_model_is_named_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_model_is_named_by_its_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_text_model(tmp_path / "model", ["1"], layers=1)
     exported = export_verl(small(model={"path": "model"}), tmp_path / "job", gpus_per_node=1)

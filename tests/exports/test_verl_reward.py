@@ -2,7 +2,6 @@
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -27,7 +26,7 @@ def score(function: RewardFunction, each: Problem, text: str) -> dict[str, float
 
 
 @pytest.mark.parametrize("grader", ["math", "math-dapo", "number"])
-def test_rewards_are_those_of_a_run(grader: str) -> None:
+def test_rewards_are_those_of_a_run(grader):
     config = resolve([{"task": DATA, "reward": {"correct": 1.0, "wrong": -0.5}}])
     function, problems = RewardFunction(config), [problem(grader)] * len(TEXTS)
     with GraderPool(config.grading) as pool:
@@ -40,7 +39,7 @@ def test_rewards_are_those_of_a_run(grader: str) -> None:
     assert [score(function, problem(grader), text) for text in TEXTS] == expected
 
 
-def test_weighted_rewards_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weighted_rewards_are_added(tmp_path, monkeypatch):
     source = "def reward(text, answer, extra):\n    return min(1.0, len(text) / 20)\n"
     (tmp_path / "my_length.py").write_text(source)
     monkeypatch.chdir(tmp_path)
@@ -54,7 +53,7 @@ def test_weighted_rewards_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_many_threads_get_the_rewards_of_their_own_answers() -> None:
+def test_many_threads_get_the_rewards_of_their_own_answers():
     function = RewardFunction(resolve([{"task": DATA}]))
     problems = [problem("number", index, str(index)) for index in range(400)]
     texts = [f"Answer: {index if index % 3 else index + 1}" for index in range(400)]
@@ -63,7 +62,7 @@ def test_many_threads_get_the_rewards_of_their_own_answers() -> None:
     assert found == [float(index % 3 != 0) for index in range(400)]
 
 
-def test_a_failing_grader_is_logged_once_and_its_answers_are_wrong(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_grader_is_logged_once_and_its_answers_are_wrong(caplog):
     function = RewardFunction(resolve([{"task": DATA, "reward": {"wrong": -1.0}}]))
     with caplog.at_level(logging.WARNING, "bandpo_cli"):
         found = [score(function, problem("gsm8k", answer="x"), "#### 18") for _ in range(3)]
@@ -71,14 +70,14 @@ def test_a_failing_grader_is_logged_once_and_its_answers_are_wrong(caplog: pytes
     assert caplog.text.count("grader 'gsm8k' failed") == 1
 
 
-def test_an_error_of_the_pool_is_raised_in_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_pool_is_raised_in_the_calling_thread(monkeypatch):
     function = RewardFunction(resolve([{"task": DATA}]))
     monkeypatch.setattr(GraderPool, "grade", Mock(side_effect=OSError("no processes left")))
     with pytest.raises(OSError, match="no processes left"):
         score(function, problem("math"), "18")
 
 
-def test_the_function_reads_the_exported_configuration(tmp_path: Path) -> None:
+def test_the_function_reads_the_exported_configuration(tmp_path):
     config = resolve([{"reward": {"correct": 2.0, "wrong": -3.0}}])
     (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     function = load_reward_function(tmp_path / "config.yaml")

@@ -38,7 +38,7 @@ def rules_for(key: str) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "task"), [*((method, "countdown") for method in METHODS), *(("band", task) for task in TASKS)]
 )
-def test_each_setting_has_one_rule_that_says_where_it_goes(method: str, task: str) -> None:
+def test_each_setting_has_one_rule_that_says_where_it_goes(method, task):
     """A new setting without a rule would be lost in an export; this names it."""
     train = {"task__train": "x.jsonl"} if task == "data" else {}
     keys = flatten(config_of(bounds__method=method, task__name=task, **train).model_dump(mode="json"))
@@ -48,7 +48,7 @@ def test_each_setting_has_one_rule_that_says_where_it_goes(method: str, task: st
     assert all(rule.to or rule.reason for rule in RULES.values())
 
 
-def test_the_papers_run_has_the_values_of_the_authors_script() -> None:
+def test_the_papers_run_has_the_values_of_the_authors_script():
     """The values are those that docs/paper.md quotes from it; verl 0.9.1 has other names for some keys."""
     files = [PAPER / "base.yaml", PAPER / "models" / "qwen2.5-3b-instruct.yaml"]
     config = resolve(map(read_layer, files))
@@ -114,7 +114,7 @@ CHANGED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("settings", "expected"), CHANGED, ids=lambda value: next(iter(value)))
-def test_values_that_are_not_copied(settings: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_values_that_are_not_copied(settings, expected):
     found = overrides_of(config_of(**settings))
     assert {key: found.get(key) for key in expected} == expected
 
@@ -142,7 +142,7 @@ DIFFERENT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "start"), DIFFERENT, ids=lambda value: str(value)[:40])
-def test_what_verl_computes_differently_is_named(settings: dict[str, Any], start: str) -> None:
+def test_what_verl_computes_differently_is_named(settings, start):
     config = config_of(**settings)
     (line,) = differences_of(config)
     assert line.startswith(start)
@@ -165,11 +165,11 @@ SAME: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SAME, ids=str)
-def test_what_verl_computes_equally_is_not_refused(settings: dict[str, Any]) -> None:
+def test_what_verl_computes_equally_is_not_refused(settings):
     assert differences_of(config_of(**settings)) == []
 
 
-def test_methods_and_schedules_that_verl_does_not_have_cannot_be_run() -> None:
+def test_methods_and_schedules_that_verl_does_not_have_cannot_be_run():
     for method in sorted(set(METHODS) - set(LOSSES)):
         config = config_of(bounds__method=method)
         assert not is_runnable(config)
@@ -179,7 +179,7 @@ def test_methods_and_schedules_that_verl_does_not_have_cannot_be_run() -> None:
     assert not is_runnable(config_of(optim__schedule="linear"))
 
 
-def test_a_bound_that_is_null_is_never_reached() -> None:
+def test_a_bound_that_is_null_is_never_reached():
     """Both engines limit the log ratio to 20."""
     unclipped = overrides_of(config_of(bounds__method="none", objective__dual_clip=None))
     uncapped = overrides_of(config_of(bounds__method="dppo", bounds__max_weight=None))
@@ -197,7 +197,7 @@ OTHER = {"divergence": "tv", "relax": {"eps_low": 0.1, "eps_high": 0.3}}
 
 
 @pytest.mark.parametrize("method", LOSSES)
-def test_each_setting_of_a_method_reaches_verl(method: str) -> None:
+def test_each_setting_of_a_method_reaches_verl(method):
     """Another value changes an override, or is reported as a difference."""
     default = config_of(bounds__method=method)
     for name, value in default.bounds:
@@ -210,7 +210,7 @@ def test_each_setting_of_a_method_reaches_verl(method: str) -> None:
         assert differences_of(config) == differences_of(default)
 
 
-def test_adapters_are_those_of_verls_fsdp_engine() -> None:
+def test_adapters_are_those_of_verls_fsdp_engine():
     """Names of verl 0.9.1 in trainer/config/model/hf_model.yaml; `lora.merge` sends merged weights to vLLM."""
     lora = {"rank": 16, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
     found = overrides_of(config_of(model__lora=lora))

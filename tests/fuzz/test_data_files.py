@@ -84,14 +84,14 @@ READERS: list[Callable[[Path], Any]] = [read_problems, read_completions]
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet"])
 @pytest.mark.parametrize("read", READERS)
-def test_data_files(tmp_path: Path, read: Callable[[Path], Any], ending: str) -> None:
+def test_data_files(tmp_path, read, ending):
     path = tmp_path / f"data{ending}"
     damaged = damaged_files(write_rows(path), () if ending == ".parquet" else SHORT, 1, COUNT)
     check_both_outcomes(lambda: read(path), path, [*damaged, *changed_files(ending, ROWS, COUNT)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_paths_that_are_not_files(tmp_path: Path, kind: str) -> None:
+def test_paths_that_are_not_files(tmp_path, kind):
     for ending in (".jsonl", ".parquet"):
         path = tmp_path / f"data{ending}"
         write_rows(path)
@@ -100,13 +100,13 @@ def test_paths_that_are_not_files(tmp_path: Path, kind: str) -> None:
                 assert not accepts(lambda read=read, path=path: read(path), (kind, ending))
 
 
-def test_files_of_probabilities(tmp_path: Path) -> None:
+def test_files_of_probabilities(tmp_path):
     path = tmp_path / "p.txt"
     damaged = damaged_files(b"0.1 0.2, 0.5\n# x\n1e-9 1\n", SHORT, 4, COUNT)
     check_both_outcomes(lambda: probabilities([], path), path, damaged)
 
 
-def test_a_script_next_to_the_data_is_not_executed(tmp_path: Path) -> None:
+def test_a_script_next_to_the_data_is_not_executed(tmp_path):
     folder, mark = tmp_path / "set", tmp_path / "mark"
     folder.mkdir()
     (folder / "set.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n")
@@ -182,9 +182,7 @@ def read_report(sweep: Path) -> None:
         ("clip-s0/tokens/step-000001.parquet", (), [lambda sweep: read_token_tables(sweep / "clip-s0")]),
     ],
 )
-def test_files_of_an_untrusted_sweep(
-    sweep: Path, name: str, texts: tuple[str, ...], calls: list[Callable[[Path], Any]]
-) -> None:
+def test_files_of_an_untrusted_sweep(sweep, name, texts, calls):
     path = sweep / name
     good = path.read_bytes()
     inputs = [*damaged_files(good, texts[::4], 5, 8)]

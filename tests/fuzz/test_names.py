@@ -30,13 +30,11 @@ TEXTS = st.one_of(
 @given(name=TEXTS)
 @example(name="a" * 200)
 @example(name="a" * 201)
-def test_any_name_is_refused_or_creates_a_folder_in_the_runs_folder(
-    tmp_path_factory: pytest.TempPathFactory, name: str
-) -> None:
+def test_any_name_is_refused_or_creates_a_folder_in_the_runs_folder(tmp_path_factory, name):
     check_refused_or_created_in_runs(tmp_path_factory.getbasetemp() / "names", name)
 
 
-def test_unusual_folder_names(tmp_path: Path) -> None:
+def test_unusual_folder_names(tmp_path):
     for name in NAMES:
         check_refused_or_created_in_runs(tmp_path, name)
 
@@ -56,9 +54,7 @@ def check_refused_or_created_in_runs(place: Path, name: str) -> None:
     path.rmdir()
 
 
-def test_references_are_resolved_or_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_references_are_resolved_or_refused_in_one_line(tmp_path, monkeypatch):
     """Every kind of reference with every odd name, also instead of the runs folder."""
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "runs"
@@ -98,7 +94,7 @@ def create_sweep_of_two_runs(place: Path) -> Path:
     ["../../x", "../s", "/tmp/x", "a/b", "..", ".", "", "plans", "report", "a\nb", "x" * 300, 5, None, ["a"]],
     ids=repr,
 )
-def test_an_untrusted_plan_cannot_name_a_path_outside_the_sweep(tmp_path: Path, name: object) -> None:
+def test_an_untrusted_plan_cannot_name_a_path_outside_the_sweep(tmp_path, name):
     folder = create_sweep_of_two_runs(tmp_path / "runs")
     plan = yaml.safe_load((folder / "sweep.yaml").read_text())
     plan["runs"][0]["name"] = name
@@ -114,7 +110,7 @@ def test_an_untrusted_plan_cannot_name_a_path_outside_the_sweep(tmp_path: Path, 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_duplicate_run_or_an_invalid_seed_is_refused(tmp_path: Path) -> None:
+def test_a_duplicate_run_or_an_invalid_seed_is_refused(tmp_path):
     folder = create_sweep_of_two_runs(tmp_path)
     plan = yaml.safe_load((folder / "sweep.yaml").read_text())
     for change, part in (
@@ -128,7 +124,7 @@ def test_a_duplicate_run_or_an_invalid_seed_is_refused(tmp_path: Path) -> None:
             SweepFolder.open(tmp_path, "s")
 
 
-def test_a_link_instead_of_a_run_is_archived_and_not_followed(tmp_path: Path) -> None:
+def test_a_link_instead_of_a_run_is_archived_and_not_followed(tmp_path):
     folder = SweepFolder.open(tmp_path, create_sweep_of_two_runs(tmp_path).name)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -141,7 +137,7 @@ def test_a_link_instead_of_a_run_is_archived_and_not_followed(tmp_path: Path) ->
     assert (folder.path / "attempts" / f"{name}-1").is_symlink()
 
 
-def test_a_too_long_arm_name_is_refused(tmp_path: Path) -> None:
+def test_a_too_long_arm_name_is_refused(tmp_path):
     sweep = tmp_path / "s.yaml"
     sweep.write_text(yaml.safe_dump({"variants": {"x" * 300: {"bounds.method": "clip"}}}))
     with pytest.raises(UserError, match="a shorter name"):

@@ -42,7 +42,7 @@ def empty_cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_settings_files(empty_cwd: Path) -> None:
+def test_settings_files(empty_cwd):
     path = empty_cwd / "c.yaml"
     good = to_yaml(resolve([{"task": DATA_TASK}])).encode()
     contents = [*damaged_files(good, YAML_TEXTS, 1, COUNT)]
@@ -51,7 +51,7 @@ def test_settings_files(empty_cwd: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sweep_files(empty_cwd: Path) -> None:
+def test_sweep_files(empty_cwd):
     path = empty_cwd / "sweep.yaml"
     contents = [*damaged_files(as_yaml(SWEEP), YAML_TEXTS[:20], 3, COUNT), as_yaml(SWEEP)]
     contents += map(as_yaml, changed_values(SWEEP, 4, COUNT))
@@ -61,14 +61,14 @@ def test_sweep_files(empty_cwd: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_paths_that_are_not_files(empty_cwd: Path, kind: str) -> None:
+def test_paths_that_are_not_files(empty_cwd, kind):
     path = empty_cwd / "c.yaml"
     path.write_text("seed: 1\n")
     with not_a_file(path, kind):
         assert not accepts(lambda: read_layer(path), kind)
 
 
-def test_assignments(empty_cwd: Path) -> None:
+def test_assignments(empty_cwd):
     texts = [*NAMES, *map(str, ODD), *(text for text in YAML_TEXTS if len(text) < 1000)]
     outcomes = [
         accepts(lambda key=key, text=text: resolve([read_assignments([f"{key}={text}"])]), (key, text))
@@ -78,7 +78,7 @@ def test_assignments(empty_cwd: Path) -> None:
     assert 0 < sum(outcomes) < len(outcomes)
 
 
-def test_sweep_flags(empty_cwd: Path) -> None:
+def test_sweep_flags(empty_cwd):
     for text in NAMES[::2]:
         options = [{name: text} for name in ("seeds", "baseline", "recorded", "tuned_on")]
         for axes, option in [([text], {}), ([f"optim.lr={text}"], {}), *(([], option) for option in options)]:
@@ -87,7 +87,7 @@ def test_sweep_flags(empty_cwd: Path) -> None:
     assert not list(empty_cwd.iterdir())
 
 
-def test_anchors_and_number_formats_are_read() -> None:
+def test_anchors_and_number_formats_are_read():
     text = "a: &x {lr: 1.0e-4, n: 1_000, h: 0x1F}\nb: *x\nc: [*x, *x]\nd: .inf\ne: 12:30\n"
     inner = {"lr": 1e-4, "n": 1000, "h": 31}
     assert parse_yaml(text, "") == {"a": inner, "b": inner, "c": [inner] * 2, "d": float("inf"), "e": 750}

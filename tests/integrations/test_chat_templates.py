@@ -1,7 +1,6 @@
 """End-of-turn tokens and arguments of the chat templates of published models, as TRL ships them."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,7 +36,7 @@ def template_of(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "token"), [(name, token) for token, names in END_OF_TURN.items() for name in names.split()]
 )
-def test_end_of_turn_token_of_a_published_template(name: str, token: str | None) -> None:
+def test_end_of_turn_token_of_a_published_template(name, token):
     tokenizer = word_tokenizer(template_of(name), special=[*filter(None, END_OF_TURN), *OTHERS])
     if name.startswith("deepseek"):
         tokenizer.eos_token = DEEPSEEK_END
@@ -55,7 +54,7 @@ def test_end_of_turn_token_of_a_published_template(name: str, token: str | None)
         ("gptoss", "enable_thinking", False, None),
     ],
 )
-def test_arguments_of_a_published_template(name: str, argument: str, value: Any, end: str | None) -> None:
+def test_arguments_of_a_published_template(name, argument, value, end):
     """The template of Qwen2.5 has no thinking, and gpt-oss chooses an effort instead."""
     question = Problem("q", (Message("user", "What is 1+1?"),), "2", "set", "math")
     encoder = PromptEncoder(word_tokenizer(template_of(name)), "auto", {argument: value})

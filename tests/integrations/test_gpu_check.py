@@ -1,7 +1,5 @@
 """The comparisons with TRL in `make gpu-check`, with small shapes on a CPU and TRL's built-in sampler."""
 
-from pathlib import Path
-
 import pytest
 
 from scripts.gpu_check import race
@@ -19,7 +17,7 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "is_missing", "vllm".__eq__)
 
 
-def test_a_batch_of_trl_on_the_same_work_is_timed(tmp_path: Path) -> None:
+def test_a_batch_of_trl_on_the_same_work_is_timed(tmp_path):
     measured = check_trl(Work("cpu", True, tmp_path))
     values = measured.values
     assert values["time_over_trl"] == pytest.approx(values["bandpo_s"] / values["trl_s"])
@@ -27,7 +25,7 @@ def test_a_batch_of_trl_on_the_same_work_is_timed(tmp_path: Path) -> None:
     assert measured.shortfalls == []
 
 
-def test_trl_trains_the_blocks_of_the_race(tmp_path: Path) -> None:
+def test_trl_trains_the_blocks_of_the_race(tmp_path):
     lane = RecordingLane()
     run_trl(RaceWork("cpu", True, tmp_path), "0.5b", lane, blocks=1)  # type: ignore[arg-type]
     assert lane.waits == [None, "ready"]

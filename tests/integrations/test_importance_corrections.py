@@ -78,17 +78,13 @@ SPREADS = pytest.mark.parametrize("spread", [0.05, 0.5, 3.0])
         ("token-mask", {"importance_cap": 1.5, "importance_floor": 0.7}, "0.7_1.5"),  # IcePop
     ],
 )
-def test_weights_of_tokens(
-    verl: ModuleType, rule: str, settings: dict[str, float], threshold: str | float, spread: float
-) -> None:
+def test_weights_of_tokens(verl, rule, settings, threshold, spread):
     expected = theirs(verl, "correction_weights", "token", threshold, spread)
     torch.testing.assert_close(ours(rule, spread, **settings), expected)
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.5])
-def test_the_completions_weight_to_the_power_of_its_length_is_that_of_verl(
-    verl: ModuleType, spread: float
-) -> None:
+def test_the_completions_weight_to_the_power_of_its_length_is_that_of_verl(verl, spread):
     """Its weight of a completion is the product of the ratios; the package's is their geometric mean."""
     weights = ours("sequence-truncate", spread, importance_cap=1e6) ** LENGTHS[:, None]
     expected = theirs(verl, "correction_weights", "sequence", 1e30, spread)
@@ -105,9 +101,7 @@ def test_the_completions_weight_to_the_power_of_its_length_is_that_of_verl(
         ("sequence-mask-any", 2.0, "seq_max_k2", math.log(2.0) ** 2 / 2),
     ],
 )
-def test_masked_completions(
-    verl: ModuleType, rule: str, cap: float, statistic: str, threshold: str | float, spread: float
-) -> None:
+def test_masked_completions(verl, rule, cap, statistic, threshold, spread):
     kept = theirs(verl, "rejection_mask", statistic, threshold, spread) > 0
     assert torch.equal(ours(rule, spread, importance_cap=cap) > 0, kept)
     if spread == 0.5:

@@ -7,7 +7,6 @@ number.
 import importlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +95,7 @@ def covariance_config(**settings: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("share", [2e-4, 0.02, 0.3])
-def test_verl_kl_cov(share: float, spread: str, verl_losses: dict[str, VerlLoss]) -> None:
+def test_verl_kl_cov(share, spread, verl_losses):
     settings = {"method": "kl-cov", "share": share, "kl_coef": 0.7}
     config = covariance_config(kl_cov_ratio=share, ppo_kl_coef=0.7)
     for seed in SEEDS:
@@ -111,7 +110,7 @@ def test_verl_kl_cov(share: float, spread: str, verl_losses: dict[str, VerlLoss]
 
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("eps", [(0.2, 0.28), (1.0, 1.0)])
-def test_verl_clip_cov(eps: tuple[float, float], spread: str, verl_losses: dict[str, VerlLoss]) -> None:
+def test_verl_clip_cov(eps, spread, verl_losses):
     """With a share of 1 all tokens in the range are chosen; which of them a smaller share has is random in both."""
     settings = {"method": "clip-cov", "share": 1.0, "cov_low": 0.2, "cov_high": 3.0}
     settings |= {"eps_low": eps[0], "eps_high": eps[1]}
@@ -131,7 +130,7 @@ def test_verl_clip_cov(eps: tuple[float, float], spread: str, verl_losses: dict[
 
 
 @pytest.mark.parametrize("share", [2e-4, 0.02, 0.05])
-def test_verl_clip_cov_removes_as_many_tokens(share: float, verl_losses: dict[str, VerlLoss]) -> None:
+def test_verl_clip_cov_removes_as_many_tokens(share, verl_losses):
     """At π = π_old both covariances are the same, and `prepare` itself is compared: the tokens' number and range."""
     torch.manual_seed(0)  # verl chooses at random
     settings = {"method": "clip-cov", "share": share, "cov_low": 0.2, "cov_high": 3.0}
@@ -189,7 +188,7 @@ TRL: dict[str, tuple[dict[str, Any], float | None, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("case", TRL)
-def test_trl(case: str, spread: str, tmp_path: Path) -> None:
+def test_trl(case, spread, tmp_path):
     trl = pytest.importorskip("trl")
     bounds, dual_clip, aggregation, settings = TRL[case]
     args = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **settings)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -42,9 +41,7 @@ def sequence(seed: int, spread: float, tokens: int = 50, weights: bool = False) 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0])
 @pytest.mark.parametrize("bounds", stand_ins.BANDS)
-def test_loss_and_gradient_are_those_of_the_runner(
-    prime_rl: ModuleType, bounds: dict[str, Any], spread: float, weights: bool
-) -> None:
+def test_loss_and_gradient_are_those_of_the_runner(prime_rl, bounds, spread, weights):
     given = sequence(2, spread, weights=weights)
     found = prime_rl.band_loss(prime_rl.LossInputs(**vars(given)), **bounds)
     (gradient,) = torch.autograd.grad(found.loss, given.trainer_logprobs)
@@ -61,7 +58,7 @@ def test_loss_and_gradient_are_those_of_the_runner(
         assert expected.clipped.at_lower.any()
 
 
-def test_values_outside_the_mask_have_no_effect(prime_rl: ModuleType) -> None:
+def test_values_outside_the_mask_have_no_effect(prime_rl):
     """Not even those of which a ratio, a bound or a product would be infinite or NaN."""
     given = sequence(3, 0.3, weights=True)
     outside = ~given.loss_mask
@@ -79,7 +76,7 @@ def test_values_outside_the_mask_have_no_effect(prime_rl: ModuleType) -> None:
     assert dirty.metrics == clean.metrics
 
 
-def test_an_empty_mask_gives_a_loss_of_0_with_a_gradient(prime_rl: ModuleType) -> None:
+def test_an_empty_mask_gives_a_loss_of_0_with_a_gradient(prime_rl):
     given = sequence(4, 0.3)
     given.loss_mask = torch.zeros_like(given.loss_mask)
     found = prime_rl.band_loss(prime_rl.LossInputs(**vars(given)))
@@ -89,7 +86,7 @@ def test_an_empty_mask_gives_a_loss_of_0_with_a_gradient(prime_rl: ModuleType) -
     assert found.metrics["band/upper_fraction"].item() == 0.0
 
 
-def test_invalid_kwargs_are_refused(prime_rl: ModuleType) -> None:
+def test_invalid_kwargs_are_refused(prime_rl):
     inputs = prime_rl.LossInputs(**vars(sequence(5, 0.3)))
     with pytest.raises(ConfigError, match="delta must be a finite number > 0"):
         prime_rl.band_loss(inputs, delta=-1.0)

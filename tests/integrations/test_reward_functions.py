@@ -38,7 +38,7 @@ def problem(grader: str, **extra: Any) -> Problem:
 @pytest.mark.usefixtures("_verl_rewards")
 @pytest.mark.parametrize("source", ["openai/gsm8k", "math_dapo", "lighteval/MATH", "aime24"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_default_compute_score_of_verl(source: str, text: str) -> None:
+def test_default_compute_score_of_verl(source, text):
     name = "verl.utils.reward_score:default_compute_score"
     direct = load_attribute(name)(source, text, "2")
     score, correct = (direct["score"], direct["acc"]) if isinstance(direct, dict) else (direct, direct == 1)
@@ -50,7 +50,7 @@ def test_default_compute_score_of_verl(source: str, text: str) -> None:
 
 
 @pytest.mark.usefixtures("_verl_rewards")
-def test_functions_of_verl_with_two_arguments_and_with_lists() -> None:
+def test_functions_of_verl_with_two_arguments_and_with_lists():
     reward_score = "verl.utils.reward_score"
     answers = [answer_of(problem("x"), text) for text in TEXTS]
     single = load_grader(f"{reward_score}.math_reward:compute_score")
@@ -62,7 +62,7 @@ def test_functions_of_verl_with_two_arguments_and_with_lists() -> None:
 
 
 @pytest.mark.parametrize("function", ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"])
-def test_rewards_of_trl_in_workers(function: str) -> None:
+def test_rewards_of_trl_in_workers(function):
     """The reference without LaTeX in it cannot be parsed by TRL, whose accuracy is then None."""
     pytest.importorskip("trl")
     name = f"trl:trl.rewards:{function}"
@@ -79,9 +79,7 @@ def test_rewards_of_trl_in_workers(function: str) -> None:
     assert (None in direct) == (function != "think_format_reward")
 
 
-def test_rewards_of_trl_that_need_token_ids_are_refused(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rewards_of_trl_that_need_token_ids_are_refused(tmp_path, monkeypatch):
     pytest.importorskip("trl")
     (tmp_path / "repetition.py").write_text(
         "from trl.rewards import get_repetition_penalty_reward\npenalty = get_repetition_penalty_reward()\n"

@@ -63,9 +63,7 @@ def algorithm(importance_cap: float | None = None) -> SimpleNamespace:
 @pytest.mark.parametrize("cap", [None, 1.2])
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("bounds", stand_ins.BANDS)
-def test_loss_and_gradient_are_those_of_the_runner(
-    registered: Callable[..., Callable[..., Any]], bounds: dict[str, Any], spread: str, cap: float | None
-) -> None:
+def test_loss_and_gradient_are_those_of_the_runner(registered, bounds, spread, cap):
     loss_function, bounds = registered(**bounds), {"method": "band", **bounds}
     batch = random_batch(6, SPREADS[spread])
     # As SkyRL's `token_mean` scales the advantages.
@@ -93,7 +91,7 @@ def test_loss_and_gradient_are_those_of_the_runner(
         assert clipped.at_lower.any()
 
 
-def test_without_a_mask_all_tokens_count(registered: Callable[..., Callable[..., Any]]) -> None:
+def test_without_a_mask_all_tokens_count(registered):
     batch = random_batch(7, 2.0)
     loss_function = registered()
     ones = torch.ones_like(batch.old)
@@ -103,13 +101,13 @@ def test_without_a_mask_all_tokens_count(registered: Callable[..., Callable[...,
     assert without[1] == pytest.approx(with_ones[1])
 
 
-def test_two_registrations_are_refused(registered: Callable[..., Callable[..., Any]]) -> None:
+def test_two_registrations_are_refused(registered):
     registered()
     with pytest.raises(ValueError, match="'band' already registered"):
         registered()
 
 
-def test_invalid_settings_are_refused_when_registering(skyrl: ModuleType) -> None:
+def test_invalid_settings_are_refused_when_registering(skyrl):
     with pytest.raises(ConfigError, match="max_ratio must be a number > 1"):
         skyrl.register(max_ratio=0.5)
     with pytest.raises(ConfigError, match="did you mean 'kl'"):
@@ -118,7 +116,7 @@ def test_invalid_settings_are_refused_when_registering(skyrl: ModuleType) -> Non
     skyrl.PolicyLossRegistry.unregister("band")
 
 
-def test_the_registered_function_reaches_a_worker(registered: Callable[..., Callable[..., Any]]) -> None:
+def test_the_registered_function_reaches_a_worker(registered):
     """SkyRL sends it with cloudpickle to processes that have bandpo_cli installed."""
     cloudpickle = importlib.import_module("cloudpickle")
     function = registered(divergence="tv", delta=0.2)

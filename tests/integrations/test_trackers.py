@@ -7,7 +7,6 @@ reader wandb no longer has in Python.
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections import Counter
@@ -24,7 +23,6 @@ pytest.importorskip("trackio")
 from bandpo_cli.experiments import sync
 from bandpo_cli.metric_names import is_clock_metric
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking import outages
 from bandpo_cli.tracking.mlflow_store import tracking_store
 from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.tracking.sender import RunSender
@@ -33,7 +31,7 @@ from tests.cli.train_runs import SMALL
 from tests.integrations.wandb_server import WandbServer
 from tests.processes.checks import wait_for
 from tests.storage.conftest import run
-from tests.tracking.tracked import RunInfo, RunResult, TrackingConfig, client_of, report
+from tests.tracking.tracked import RunInfo, RunResult, TrackingConfig, client_of
 
 __all__ = ["run"]
 
@@ -174,30 +172,6 @@ def test_a_run_that_is_killed_and_resumed_has_equal_metrics_at_all_trackers(tmp_
     assert [report.result and (report.result.metrics.new, report.result.files) for report in again] == [
         (0, 0)
     ] * 3
-
-
-def test_an_outage_of_the_store_in_the_middle_of_a_run_loses_nothing(run, monkeypatch, caplog):
-    from trackio.sqlite_storage import SQLiteStorage
-
-    monkeypatch.setattr(outages, "MAX_RETRY_DELAY_S", 0.05)
-    monkeypatch.setattr(outages, "MIN_RETRY_DELAY_S", 0.05)
-    with monkeypatch.context() as outage:
-        tracker = TrackerCallback("trackio", TrackingConfig())
-        tracker.start(RunInfo(run.path, {}, {}, 6, 0, (), None))
-        # Not by reading the store, which fails while it is created.
-        wait_for(lambda: sent_step(run.path, "trackio") >= 0)
-        outage.setattr(SQLiteStorage, "bulk_log", _locked)
-        for step in (4, 5):
-            run.append_metrics({"step": step, "train/reward": step / 4})
-            tracker.step(report(step))
-        wait_for(lambda: caplog.messages)
-    tracker.end(RunResult(run.path, "FINISHED", []))
-    assert "trackio cannot be reached (OperationalError: database is locked)" in caplog.text
-    assert trackio_values("first") == expected(run.path)
-
-
-def _locked(*_: object, **__: object) -> None:
-    raise sqlite3.OperationalError("database is locked")
 
 
 @pytest.mark.slow

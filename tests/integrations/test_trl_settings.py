@@ -26,7 +26,7 @@ def config(band: ModuleType, folder: Path, **settings: Any) -> Any:
     return band.BandGRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", **settings)
 
 
-def test_defaults_are_those_of_the_runner_and_settings_are_flags(band: ModuleType, tmp_path: Path) -> None:
+def test_defaults_are_those_of_the_runner_and_settings_are_flags(band, tmp_path):
     """TRL's parser of flags and YAML files is a subclass of this one."""
     runner, args = BandSettings(), config(band, tmp_path, **REPEATED)
     expected = runner.divergence, runner.delta, runner.max_ratio
@@ -53,15 +53,13 @@ def test_defaults_are_those_of_the_runner_and_settings_are_flags(band: ModuleTyp
         ({"delta": 4.0, "band_max_ratio": None}, r"delta=4\.0.*band_max_ratio \(now None\)"),
     ],
 )
-def test_settings_that_exclude_the_band_are_refused_in_one_line(
-    band: ModuleType, tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
+def test_settings_that_exclude_the_band_are_refused_in_one_line(band, tmp_path, settings, message):
     with pytest.raises(band.ConfigError, match=message) as error:
         config(band, tmp_path, **REPEATED | settings)
     assert "\n" not in str(error.value)
 
 
-def test_clipped_losses_and_a_wide_delta_are_accepted(band: ModuleType, tmp_path: Path) -> None:
+def test_clipped_losses_and_a_wide_delta_are_accepted(band, tmp_path):
     for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
         args = config(band, tmp_path, **REPEATED, loss_type=loss_type, delta=4.0, band_max_ratio=3.0)
         assert args.delta == 4.0
@@ -77,9 +75,7 @@ def test_clipped_losses_and_a_wide_delta_are_accepted(band: ModuleType, tmp_path
         ({"steps_per_generation": 4}, False),
     ],
 )
-def test_a_ratio_that_is_always_1_is_warned_about(
-    band: ModuleType, tmp_path: Path, settings: dict[str, Any], one_update: bool
-) -> None:
+def test_a_ratio_that_is_always_1_is_warned_about(band, tmp_path, settings, one_update):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config(band, tmp_path, **settings)
@@ -88,13 +84,13 @@ def test_a_ratio_that_is_always_1_is_warned_about(
     assert all("set num_iterations to 2 or more" in message for message in found)
 
 
-def test_an_older_trl_is_refused(band: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_trl_is_refused(band, monkeypatch):
     monkeypatch.setattr("trl.__version__", "1.9.2")
     with pytest.raises(ImportError, match=r"needs TRL 1\.16 or later, not 1\.9\.2"):
         importlib.reload(band)
 
 
-def test_another_config_is_refused(band: ModuleType, tmp_path: Path) -> None:
+def test_another_config_is_refused(band, tmp_path):
     plain = importlib.import_module("trl").GRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"
     )

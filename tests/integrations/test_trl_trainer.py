@@ -83,9 +83,7 @@ def train(trainer: type, config: type, folder: Path, steps: int, **settings: Any
     return Run(run, torch.cat([weight.detach().reshape(-1) for weight in run.model.parameters()]))
 
 
-def test_constant_bounds_repeat_a_run_of_trl_bit_for_bit(
-    band: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_constant_bounds_repeat_a_run_of_trl_bit_for_bit(band, tmp_path, monkeypatch):
     from trl import GRPOConfig, GRPOTrainer
 
     theirs = train(GRPOTrainer, GRPOConfig, tmp_path, steps=4, epsilon=0.2)
@@ -101,7 +99,7 @@ def test_constant_bounds_repeat_a_run_of_trl_bit_for_bit(
     assert max(theirs.logged("clip_ratio/region_mean")) > 0
 
 
-def test_clip_metrics_are_those_of_a_count_by_hand(band: ModuleType, tmp_path: Path) -> None:
+def test_clip_metrics_are_those_of_a_count_by_hand(band, tmp_path):
     seen: list[tuple[np.ndarray, ...]] = []
 
     class Recorder(band.BandGRPOTrainer):  # type: ignore[name-defined,misc]
@@ -147,7 +145,7 @@ def kl_of_token(p: np.ndarray, ratio: np.ndarray) -> np.ndarray:
         return p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
 
 
-def test_a_lora_adapter_is_trained(band: ModuleType, tmp_path: Path) -> None:
+def test_a_lora_adapter_is_trained(band, tmp_path):
     """Three optimizer steps change the adapter and leave the model's own weights as they are."""
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -191,9 +189,7 @@ def token_weights(loss_type: str, batch: Batch) -> torch.Tensor:
         *((case, "dapo") for case in ("tv without a cap", "delta of TRL", "importance ratios of vLLM")),
     ],
 )
-def test_loss_and_gradient_are_those_of_the_runner(
-    band: ModuleType, tmp_path: Path, case: str, loss_type: str
-) -> None:
+def test_loss_and_gradient_are_those_of_the_runner(band, tmp_path, case, loss_type):
     bounds: dict[str, Any] = {"divergence": "kl", "delta": 0.05, "max_ratio": 10.0}
     if case == "tv without a cap":
         bounds = {"divergence": "tv", "delta": 0.1, "max_ratio": None}
@@ -220,9 +216,7 @@ def test_loss_and_gradient_are_those_of_the_runner(
     assert (expected.gradient_weights[batch.advantages[batch.mask] != 0] == 0).any()
 
 
-def test_the_example_differs_in_the_bounds_alone(
-    band: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_differs_in_the_bounds_alone(band, capsys):
     """Both runs sample the same first batch; a narrow Band then clips more of its tokens than TRL's interval."""
     from examples import trl_band
 
@@ -233,7 +227,7 @@ def test_the_example_differs_in_the_bounds_alone(
     assert capsys.readouterr().out.count("batch 1  reward") == 2
 
 
-def test_estimators_equal_those_of_trl(tmp_path: Path) -> None:
+def test_estimators_equal_those_of_trl(tmp_path):
     """`batch` is GRPOTrainer's `scale_rewards="batch"`, which adds 1e-4 to the deviation; `rloo` is RLOOTrainer's."""
     trl = pytest.importorskip("trl")
     for estimator, trainer, config, settings in (

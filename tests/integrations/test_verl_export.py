@@ -86,9 +86,7 @@ def method_config(name: str, **bounds: float) -> RunConfig:
 
 
 @pytest.mark.parametrize(("name", "bounds"), [*((name, {}) for name in METHODS.split()), *OTHER_SETTINGS])
-def test_the_loss_of_an_exported_method_is_that_of_a_run(
-    name: str, bounds: dict[str, float], compose: Compose, verl_package: SimpleNamespace
-) -> None:
+def test_the_loss_of_an_exported_method_is_that_of_a_run(name, bounds, compose, verl_package):
     """From the settings by overrides, Hydra, verl's checks and classes to the function in its registry."""
     config = method_config(name, **bounds)
     assert is_runnable(config)
@@ -105,7 +103,7 @@ def test_the_loss_of_an_exported_method_is_that_of_a_run(
         assert_equal(f"{name}, {spread}", found, value, gradient, batch.mask)
 
 
-def test_all_methods_that_verl_has_are_compared() -> None:
+def test_all_methods_that_verl_has_are_compared():
     compared = {method_config(name).bounds.method for name in METHODS.split()}
     assert compared == set(LOSSES) - {"clip-cov", "kl-cov"}
 
@@ -119,9 +117,7 @@ COMPLETE = [("countdown",), ("paper/base", "paper/models/qwen2.5-3b-instruct", "
 
 
 @pytest.mark.parametrize("names", COMPLETE, ids=lambda names: names[-1])
-def test_shipped_configurations_pass_verls_checks(
-    names: tuple[str, ...], tmp_path: Path, compose: Compose, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_configurations_pass_verls_checks(names, tmp_path, compose, monkeypatch):
     """Problems of the hub are replaced: data sets cannot be downloaded here. Their prompts have a chat template."""
     task = SimpleNamespace(train_problems=lambda: STUB, heldout_sets=lambda: {"stub": STUB[:8]}, notes=list)
     config = resolve([read_layer(CONFIGS / f"{name}.yaml") for name in names])
@@ -141,9 +137,7 @@ def test_shipped_configurations_pass_verls_checks(
     assert dataclass_of(composed.actor_rollout_ref.rollout).n == config.sampling.samples
 
 
-def test_a_restricted_penalty_and_an_unlimited_gradient_norm_pass_verls_checks(
-    tmp_path: Path, compose: Compose
-) -> None:
+def test_a_restricted_penalty_and_an_unlimited_gradient_norm_pass_verls_checks(tmp_path, compose):
     """Values that Hydra could read as another type: infinity, an interval of importance weights, nested new keys."""
     settings = {
         "optim": {"max_grad_norm": None},
@@ -186,7 +180,7 @@ def chat_data(folder: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize("kind", ["countdown", "chat", "thinking", "raw"])
-def test_prompts_have_the_token_ids_of_a_run(kind: str, tmp_path: Path, compose: Compose) -> None:
+def test_prompts_have_the_token_ids_of_a_run(kind, tmp_path, compose):
     """verl's data set reads the file, its length filter keeps every prompt, and its agent loop makes the tokens."""
     config = small() if kind == "countdown" else chat_data(tmp_path)
     if kind == "raw":
@@ -221,7 +215,7 @@ def test_prompts_have_the_token_ids_of_a_run(kind: str, tmp_path: Path, compose:
 
 
 @pytest.mark.parametrize("buffer", [0, 4], ids=["naive", "dapo"])
-def test_rewards_of_verls_manager_are_those_of_a_run(buffer: int, tmp_path: Path, compose: Compose) -> None:
+def test_rewards_of_verls_manager_are_those_of_a_run(buffer, tmp_path, compose):
     """verl's reward manager decodes tokens, calls reward.py, and subtracts the over-long penalty."""
     protocol = importlib.import_module("verl.protocol")
     rewards = importlib.import_module("verl.trainer.ppo.reward")
@@ -261,7 +255,7 @@ def test_rewards_of_verls_manager_are_those_of_a_run(buffer: int, tmp_path: Path
     assert len({reward for _, reward in seen}) >= (3 if buffer else 2)
 
 
-def test_expressions_are_compared_with_the_antlr_of_hydra(compose: Compose) -> None:
+def test_expressions_are_compared_with_the_antlr_of_hydra(compose):
     """math-verify asks for a later ANTLR by default; Hydra needs 4.9.3, for which it has generated parsers, too."""
     function = RewardFunction(resolve([{"task": {"name": "data", "train": "rows.jsonl"}}]))
     for reference, answer, correct in (
@@ -277,7 +271,7 @@ def test_expressions_are_compared_with_the_antlr_of_hydra(compose: Compose) -> N
 # ---- what the settings mean in verl ----------------------------------------------------------------------------------
 
 
-def test_advantages_are_those_of_a_run(verl_package: SimpleNamespace) -> None:
+def test_advantages_are_those_of_a_run(verl_package):
     generator = torch.Generator().manual_seed(0)
     rewards = torch.randint(0, 2, (5, 4), generator=generator).double()
     rewards[0] = 1.0
@@ -295,7 +289,7 @@ def test_advantages_are_those_of_a_run(verl_package: SimpleNamespace) -> None:
     torch.testing.assert_close(theirs.reshape(5, 4).double(), ours)
 
 
-def test_the_penalty_to_the_reference_model_is_that_of_a_run(verl_package: SimpleNamespace) -> None:
+def test_the_penalty_to_the_reference_model_is_that_of_a_run(verl_package):
     """Up to verl's limit of 10 per token."""
     new, ref = -torch.rand(2, 100, dtype=torch.float64) * 2
     torch.testing.assert_close(verl_package.algos.kl_penalty_forward(new, ref, "low_var_kl"), k3(new, ref))
@@ -304,9 +298,7 @@ def test_the_penalty_to_the_reference_model_is_that_of_a_run(verl_package: Simpl
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_the_entropy_bonus_is_that_of_a_run(
-    aggregation: str, compose: Compose, verl_package: SimpleNamespace
-) -> None:
+def test_the_entropy_bonus_is_that_of_a_run(aggregation, compose, verl_package):
     """Of the distribution at the sampling temperature, aggregated as the loss; advantages are 0."""
     objective = {"entropy_bonus": 0.3, "aggregation": aggregation}
     config = small({"objective": objective, "sampling": {"temperature": 0.7}})
@@ -334,7 +326,7 @@ def test_the_entropy_bonus_is_that_of_a_run(
     torch.testing.assert_close(gradient, other, rtol=1e-5, atol=2e-6 * other.abs().max().item())
 
 
-def test_importance_weights_are_those_of_a_run(compose: Compose) -> None:
+def test_importance_weights_are_those_of_a_run(compose):
     objective = {"importance": "token-mask", "importance_cap": 1.5}
     config = small({"objective": objective})
     assert differences_of(config) == []
@@ -353,7 +345,7 @@ def test_importance_weights_are_those_of_a_run(compose: Compose) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "updates"), [("constant", 4), ("cosine", 1)])
-def test_learning_rates_are_those_of_a_run(schedule: str, updates: int, compose: Compose) -> None:
+def test_learning_rates_are_those_of_a_run(schedule, updates, compose):
     """verl steps its schedule once per training step."""
     functional = importlib.import_module("verl.utils.torch_functional")
     config = small({"optim": {"schedule": schedule, "updates": updates, "lr": 0.5}, "steps": 7})
@@ -378,9 +370,7 @@ def test_learning_rates_are_those_of_a_run(schedule: str, updates: int, compose:
         scheduler.step()
 
 
-def test_the_run_that_verls_logger_writes_is_imported(
-    verl_package: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_that_verls_logger_writes_is_imported(verl_package, tmp_path, monkeypatch):
     """verl's own class writes to MLflow: its names of the run, the experiment and the metrics."""
     pytest.importorskip("sqlalchemy")
     tracking = importlib.import_module("verl.utils.tracking")

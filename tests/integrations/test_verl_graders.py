@@ -85,7 +85,7 @@ def compare(grader: str, cases: Iterable[tuple[str, str]]) -> tuple[int, int, li
 
 
 @pytest.mark.parametrize("grader", VERL)
-def test_verdicts_on_references_in_many_phrasings_and_on_random_pieces(grader: str) -> None:
+def test_verdicts_on_references_in_many_phrasings_and_on_random_pieces(grader):
     """Correct answers are counted too, so that equal verdicts are not all `wrong`."""
     references = [*REFERENCES * 2, *real_references()[::4]]
     pieces = (*PIECES, *math_dapo.REMOVED_EXPRESSIONS)
@@ -96,7 +96,7 @@ def test_verdicts_on_references_in_many_phrasings_and_on_random_pieces(grader: s
         assert correct >= 30
 
 
-def test_votes_are_the_answers_that_verl_extracts() -> None:
+def test_votes_are_the_answers_that_verl_extracts():
     """verl's `pred` has [INVALID] or None for no answer. It reads punctuation as a number, which does not vote here."""
     for text, _ in random_cases(5_000, PIECES, seed=1):
         vote = ours.vote_math_dapo(text)

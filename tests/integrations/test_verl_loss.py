@@ -83,9 +83,7 @@ def theirs(
         *product(["kl"], ["seq-mean-token-mean", "seq-sum-norm"], SPREADS),
     ],
 )
-def test_every_divergence(
-    verl_package: SimpleNamespace, divergence: str, aggregation: str, spread: str
-) -> None:
+def test_every_divergence(verl_package, divergence, aggregation, spread):
     settings = {"divergence": divergence, "delta": 0.05, "max_ratio": 10.0}
     config = actor_config(verl_package, 3.0, **settings)
     batch = padded_batch(0, SPREADS[spread])
@@ -104,9 +102,7 @@ def test_every_divergence(
     ],
     ids=["no cap", "low cap", "relaxed"],
 )
-def test_cap_relaxation_and_importance_weights(
-    verl_package: SimpleNamespace, settings: dict[str, Any], corrected: bool
-) -> None:
+def test_cap_relaxation_and_importance_weights(verl_package, settings, corrected):
     relax = {f"relax_{name}": value for name, value in settings.get("relax", {}).items()}
     plain = {name: value for name, value in settings.items() if name != "relax"}
     config, batch = actor_config(verl_package, 1e9, **plain, **relax), padded_batch(0, SPREADS["apart"])
@@ -116,7 +112,7 @@ def test_cap_relaxation_and_importance_weights(
     assert_equal(f"{settings}", found, loss, gradient, batch.mask)
 
 
-def test_two_micro_batches_add_up_to_one(verl_package: SimpleNamespace) -> None:
+def test_two_micro_batches_add_up_to_one(verl_package):
     """verl passes the counts of the complete update in `global_batch_info`; two GPUs average what each of them sums."""
     batch = padded_batch(1, SPREADS["apart"])
     for mode in (*MODES.values(), "token-sum", "seq-mean-token-sum"):
@@ -133,9 +129,7 @@ def test_two_micro_batches_add_up_to_one(verl_package: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("dual_clip", [3.0, 1.2])
-def test_a_fixed_interval_has_the_loss_and_metrics_of_vanilla(
-    verl_package: SimpleNamespace, dual_clip: float
-) -> None:
+def test_a_fixed_interval_has_the_loss_and_metrics_of_vanilla(verl_package, dual_clip):
     """The relaxation of a Band of radius 1e-12 is the fixed interval, so verl's own loss is the reference."""
     batch = padded_batch(2, SPREADS["far"])
     config = actor_config(verl_package, dual_clip, delta=1e-12, relax_eps_low=0.2, relax_eps_high=0.28)
@@ -157,7 +151,7 @@ def test_a_fixed_interval_has_the_loss_and_metrics_of_vanilla(
     assert {key: metrics[key] for key in vanilla_metrics} == pytest.approx(vanilla_metrics, rel=1e-6)
 
 
-def test_shares_of_clipped_tokens_are_those_of_a_run_here(verl_package: SimpleNamespace) -> None:
+def test_shares_of_clipped_tokens_are_those_of_a_run_here(verl_package):
     batch = padded_batch(3, SPREADS["apart"])
     config = actor_config(verl_package, 10.0, delta=0.05)
     _, _, metrics = theirs(verl_package, batch, "token-mean", config, corrected=False)
@@ -173,7 +167,7 @@ def test_shares_of_clipped_tokens_are_those_of_a_run_here(verl_package: SimpleNa
     assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
 
 
-def test_float_masks_and_infinite_padding(verl_package: SimpleNamespace) -> None:
+def test_float_masks_and_infinite_padding(verl_package):
     """verl's older trainer has masks of 0 and 1; a NaN or infinity at padding must not reach the loss."""
     batch = padded_batch(4, SPREADS["near"])
     config = actor_config(verl_package, 3.0, delta=0.05)
@@ -199,14 +193,12 @@ def test_float_masks_and_infinite_padding(verl_package: SimpleNamespace) -> None
         ({"relax_eps_low": 2.0, "relax_eps_high": 0.2}, "relax_eps_low"),
     ],
 )
-def test_settings_without_a_band_are_refused(
-    verl_package: SimpleNamespace, wrong: dict[str, Any], message: str
-) -> None:
+def test_settings_without_a_band_are_refused(verl_package, wrong, message):
     with pytest.raises(ConfigError, match=message):
         verl_package.band.BandPolicyLossConfig(**wrong)
 
 
-def test_verl_registers_the_loss(verl_package: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verl_registers_the_loss(verl_package, monkeypatch):
     """By the entry point of the installed package while verl is imported, and by VERL_USE_EXTERNAL_MODULES."""
     if any(entry_point.name == "bandpo" for entry_point in entry_points(group="verl.plugins")):
         assert verl_package.registered_by_verl

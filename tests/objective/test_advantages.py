@@ -3,7 +3,6 @@
 import statistics
 from decimal import Decimal, localcontext
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,14 +32,14 @@ def group_of(grades: list[Grade]) -> Group:
 
 
 @pytest.mark.parametrize(("grade", "reward"), [(RIGHT, 1.0), (WRONG, -1.0), (HALF, 0.0)])
-def test_the_graders_reward_is_scaled_to_the_range(grade: Grade, reward: float) -> None:
+def test_the_graders_reward_is_scaled_to_the_range(grade, reward):
     assert shaped_rewards([grade], [5], 10, RewardConfig(correct=1.0, wrong=-1.0)) == [reward]
 
 
 @pytest.mark.parametrize(
     ("length", "penalty"), [(1, 0.0), (16_384, 0.0), (18_432, 0.5), (20_480, 1.0), (20_479, 4095 / 4096)]
 )
-def test_the_over_long_penalty_equals_dapo(length: int, penalty: float) -> None:
+def test_the_over_long_penalty_equals_dapo(length, penalty):
     """DAPO's settings: at most 20,480 tokens, of which the last 4,096 are the buffer."""
     config = RewardConfig(overlong_buffer=4096)
     assert shaped_rewards([RIGHT, WRONG], [length] * 2, 20_480, config) == pytest.approx(
@@ -64,8 +63,8 @@ def test_the_over_long_penalty_equals_dapo(length: int, penalty: float) -> None:
 )
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_rewards_that_differ_by_rounding_are_equal_for_sampling_advantages_and_metrics(
-    rewards: list[float], equal: bool, normalize_std: bool
-) -> None:
+    rewards, equal, normalize_std
+):
     """The advantages of the others equal those of exact fractions, whose square root has 60 digits."""
     group = group_of([Grade(reward, False, "wrong") for reward in rewards])
     assert has_reward_spread(group) is not equal
@@ -81,7 +80,7 @@ def test_rewards_that_differ_by_rounding_are_equal_for_sampling_advantages_and_m
     assert found == pytest.approx(expected, rel=1e-9, abs=0)
 
 
-def test_completions_without_a_reward_are_in_no_mean_and_have_no_advantage() -> None:
+def test_completions_without_a_reward_are_in_no_mean_and_have_no_advantage():
     """The others of each group have the advantages of a smaller group; a single one and none have 0."""
     rewards = torch.tensor([[1, 9, 0, 0.5], [9, 9, 1, 9], [9, 9, 9, 9], [1, 0, 0, 0]])
     has_reward = rewards != 9
@@ -93,11 +92,11 @@ def test_completions_without_a_reward_are_in_no_mean_and_have_no_advantage() -> 
 
 
 @pytest.mark.parametrize("missing", [NOT_APPLICABLE, TIMEOUT, GRADER_ERROR])
-def test_a_missing_reward_is_no_spread(missing: Grade) -> None:
+def test_a_missing_reward_is_no_spread(missing):
     assert not has_reward_spread(group_of([RIGHT, missing, RIGHT]))
 
 
-def test_shares_of_wrong_peers() -> None:
+def test_shares_of_wrong_peers():
     """Of completions with a reward; one that is partly right is not correct."""
     assert wrong_peers(group_of([RIGHT, WRONG, HALF, RIGHT])) == pytest.approx([2 / 3, 0, 0, 2 / 3])
     assert wrong_peers(group_of([RIGHT, TIMEOUT, WRONG, NOT_APPLICABLE])) == [1, 0, 0, 0]
@@ -119,7 +118,7 @@ BATCH_STD = statistics.stdev([1, 0, 0.5, 2, 1, 1, 1, *[1.0] * 4, *[0.0] * 4])
         ("examples.custom_advantages:median_advantages", [[0.5, -0.5, 0, 0], [1, 0, 0, 0], [0] * 4, [0] * 4]),
     ],
 )
-def test_estimators_equal_a_case_by_hand(estimator: str, expected: list[list[float]]) -> None:
+def test_estimators_equal_a_case_by_hand(estimator, expected):
     objective = ObjectiveConfig(advantages=estimator)
     rewards = torch.tensor([[1, 0, 9, 0.5], [2, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]]).double()
     found = estimate_advantages(objective, rewards, rewards != 9)
@@ -127,7 +126,7 @@ def test_estimators_equal_a_case_by_hand(estimator: str, expected: list[list[flo
     torch.testing.assert_close(found * scale, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-def test_maxrl_equals_the_formula_of_prime_rl() -> None:
+def test_maxrl_equals_the_formula_of_prime_rl():
     """Of src/prime_rl/orchestrator/algo/max_rl.py at commit 0d6738f, group by group, for rewards from 0 to 1."""
     rewards = torch.randint(0, 4, (40, 6), generator=torch.Generator().manual_seed(0)).double() / 3
     rewards[:5] = 0.0
@@ -139,7 +138,7 @@ def test_maxrl_equals_the_formula_of_prime_rl() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["group", "rloo", "maxrl", "batch"])
-def test_groups_of_one_reward_or_none_have_no_advantage(estimator: str) -> None:
+def test_groups_of_one_reward_or_none_have_no_advantage(estimator):
     objective = ObjectiveConfig(advantages=estimator)
     for mask in ([[True, False]], [[False, False]]):
         found = estimate_advantages(objective, torch.tensor([[1.0, 0.0]]), torch.tensor(mask))
@@ -174,9 +173,7 @@ def typo(rewards, mask):
         ("typ", r"has no function 'typ' \(did you mean 'typo'\?\)"),
     ],
 )
-def test_mistakes_in_an_estimator_name_the_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, message: str
-) -> None:
+def test_mistakes_in_an_estimator_name_the_line(tmp_path, monkeypatch, function, message):
     (tmp_path / "broken_estimators.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(

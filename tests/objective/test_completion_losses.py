@@ -51,7 +51,7 @@ def outputs(loss: PolicyLoss, new: Tensor, batch: LossBatch) -> tuple[LossOutput
 @pytest.mark.parametrize("spread", [0.02, 2.0])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("method", METHODS)
-def test_the_gradient_weights_are_those_of_autograd(method: str, rule: str, spread: float) -> None:
+def test_the_gradient_weights_are_those_of_autograd(method, rule, spread):
     """Of every token, whatever its weight; the tokens that count as clipped are those without a gradient."""
     loss, new, batch = corrected(method, rule, spread)
     assert batch.importance_weights is not None
@@ -73,9 +73,7 @@ def test_the_gradient_weights_are_those_of_autograd(method: str, rule: str, spre
 @pytest.mark.parametrize("spread", [0.02, 2.0])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("method", COUPLED)
-def test_weights_are_those_of_the_completion_without_its_masked_tokens(
-    method: str, rule: str, spread: float
-) -> None:
+def test_weights_are_those_of_the_completion_without_its_masked_tokens(method, rule, spread):
     """CPPO's budget counts the change of a masked token; LUSPO's factor is the number of all tokens."""
     loss, new, batch = corrected(method, rule, spread)
     assert batch.importance_weights is not None
@@ -97,7 +95,7 @@ def test_weights_are_those_of_the_completion_without_its_masked_tokens(
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "cppo"])
-def test_the_log_prob_of_a_masked_token_changes_nothing(method: str) -> None:
+def test_the_log_prob_of_a_masked_token_changes_nothing(method):
     loss, new, batch = corrected(method, "token-mask", 0.1)
     assert batch.importance_weights is not None
     out, _ = outputs(loss, new, batch)
@@ -114,7 +112,7 @@ class GeometricMean(PolicyLoss):
         return -batch.advantages * means.exp()[sequence_index(batch.lengths)]
 
 
-def test_a_custom_loss_cannot_train_a_masked_token() -> None:
+def test_a_custom_loss_cannot_train_a_masked_token():
     plain, new, batch = corrected("none", "token-mask", 0.1)
     assert batch.importance_weights is not None
     loss = GeometricMean(plain.settings, plain.objective)

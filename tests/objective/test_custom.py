@@ -79,7 +79,7 @@ def _code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_function_gives_bounds_of_the_type_of_the_log_probs() -> None:
+def test_a_function_gives_bounds_of_the_type_of_the_log_probs():
     """u = 1 + 0.2·(1 + log 10) at p = 0.1, for NumPy and torch; NaN has the bounds of p = 1."""
     bounds = CustomSettings(method=INTERVAL, options={"eps": 0.2}).ratio_bounds()
     upper = 1 + 0.2 * (1 + math.log(10))
@@ -94,7 +94,7 @@ def test_a_function_gives_bounds_of_the_type_of_the_log_probs() -> None:
     assert constant.upper.tolist() == pytest.approx([1.28, 1.28])
 
 
-def test_a_loss_has_the_gradient_weights_of_its_formula() -> None:
+def test_a_loss_has_the_gradient_weights_of_its_formula():
     """w = r·exp(−(log r)²/2b²), by hand in float64, with an option that differs from the default."""
     config = resolve([{"bounds": {"method": GATE, "options": {"width": 0.5}}}])
     old, new = -torch.rand(2, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
@@ -107,7 +107,7 @@ def test_a_loss_has_the_gradient_weights_of_its_formula() -> None:
         assert weight == pytest.approx(math.exp(log_r - log_r**2 / 0.5), rel=1e-6)
 
 
-def test_a_check_returns_the_settings_with_all_options() -> None:
+def test_a_check_returns_the_settings_with_all_options():
     for method, options in (
         (INTERVAL, {"eps": 0.1}),
         (GATE, {"width": 0.4}),
@@ -138,7 +138,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_name_the_line_of_the_code(name: str) -> None:
+def test_mistakes_name_the_line_of_the_code(name):
     with pytest.raises(ConfigError, match=f"^bounds.method = 'custom_methods:{name}': .*{MISTAKES[name]}"):
         check_method(CustomSettings(method=f"custom_methods:{name}"), OBJECTIVE)
 
@@ -162,17 +162,17 @@ def test_mistakes_name_the_line_of_the_code(name: str) -> None:
         ),
     ],
 )
-def test_mistakes_in_options_name_the_key(method: str, options: dict[str, object], message: str) -> None:
+def test_mistakes_in_options_name_the_key(method, options, message):
     with pytest.raises(ConfigError, match=message):
         check_method(CustomSettings(method=method, options=options), OBJECTIVE)
 
 
-def test_a_class_has_no_interval() -> None:
+def test_a_class_has_no_interval():
     with pytest.raises(ConfigError, match="SmoothGate has no interval of ratios: it is a class"):
         CustomSettings(method=GATE).ratio_bounds()
 
 
-def test_the_extensions_in_contributing_can_be_used(tmp_path: Path) -> None:
+def test_the_extensions_in_contributing_can_be_used(tmp_path):
     page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
     code = next(
         block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "# mine.py" in block

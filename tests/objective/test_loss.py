@@ -40,7 +40,7 @@ def loss_of(
 
 
 @given(rows=tokens, dual_clip=st.sampled_from([None, 3.0, 10.0]))
-def test_the_loss_equals_its_definition(rows: list[tuple[float, ...]], dual_clip: float | None) -> None:
+def test_the_loss_equals_its_definition(rows, dual_clip):
     expected = 0.0
     for new, old, lower, upper, advantage, weight in rows:
         ratio = math.exp(new - old)
@@ -51,7 +51,7 @@ def test_the_loss_equals_its_definition(rows: list[tuple[float, ...]], dual_clip
     assert loss_of(rows, dual_clip) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-def test_reference_penalty_is_k3() -> None:
+def test_reference_penalty_is_k3():
     """E over π of k3 is Σ π log(π/π_ref), here summed exactly over a small vocabulary."""
     rows, ref = [(-1.0, -1.0, 0.8, 1.2, 0.0, 1.0)], [-1.7]
     assert loss_of(rows, ref=ref, reference_kl=0.5) == pytest.approx(0.5 * (math.exp(-0.7) - 1 + 0.7))
@@ -61,7 +61,7 @@ def test_reference_penalty_is_k3() -> None:
     torch.testing.assert_close((logp.exp() * k3(logp, logq)).sum(), (logp.exp() * (logp - logq)).sum())
 
 
-def test_an_entropy_bonus_has_no_importance_weights() -> None:
+def test_an_entropy_bonus_has_no_importance_weights():
     old, entropy = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([0.2, 1.5, 0.7])
     weights, bounds = (
         torch.tensor([0.5, 0.25, 0.25]),
@@ -78,7 +78,7 @@ def test_an_entropy_bonus_has_no_importance_weights() -> None:
     assert torch.equal(found.gradient, without.gradient)
 
 
-def test_aggregation_weights() -> None:
+def test_aggregation_weights():
     """Three completions of 2, 1 and 4 tokens; the limit is 8."""
     expected = {
         "seq-mean-token-mean": [1 / 6, 1 / 3, 1 / 12], "token-mean": [1 / 7] * 3, "seq-sum-norm": [1 / 24] * 3
@@ -88,7 +88,7 @@ def test_aggregation_weights() -> None:
         torch.testing.assert_close(AGGREGATIONS[name](torch.tensor([2, 1, 4]), 8), torch.tensor(weights))
 
 
-def test_by_default_the_loss_has_a_dual_clip_of_10_and_no_reference_penalty() -> None:
+def test_by_default_the_loss_has_a_dual_clip_of_10_and_no_reference_penalty():
     """Ratio 15 at advantage −1 costs 10, at +1 gains the bound; the reference's log-probs cost nothing."""
     log_15 = math.log(15.0)
     rows = [(-5.0 + log_15, -5.0, 0.0, 12.0, -1.0, 1.0), (-5.0 + log_15, -5.0, 0.0, 12.0, 1.0, 0.5)]
@@ -120,21 +120,21 @@ def weights_by(rule: str, cap: float | None = 1.5, **more: Any) -> torch.Tensor 
 
 
 @pytest.mark.parametrize("rule", sorted({*BY_HAND, *RULES}))
-def test_weights_are_those_computed_by_hand(rule: str) -> None:
+def test_weights_are_those_computed_by_hand(rule):
     more, expected = BY_HAND[rule]
     found = weights_by(rule.partition(" ")[0], **more)
     assert found is not None
     assert found.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_without_a_cap_there_is_no_correction() -> None:
+def test_without_a_cap_there_is_no_correction():
     assert weights_by("token-truncate", None) is None
 
 
 @pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=20)
 @given(rows=st.lists(st.tuples(float32, float32 | st.just(-math.inf)), min_size=2, max_size=6))
-def test_weights_of_extreme_log_probs_are_limited(rule: str, rows: list[tuple[float, float]]) -> None:
+def test_weights_of_extreme_log_probs_are_limited(rule, rows):
     """A sampler that reports probability 0 for its own token, by rounding, gets the weight of the cap, or is masked."""
     trainer, sampler = torch.tensor(rows).unbind(1)
     objective = ObjectiveConfig(importance=rule)  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def test_weights_of_extreme_log_probs_are_limited(rule: str, rows: list[tuple[fl
         ({"importance": "sequence-mask", "importance_floor": 1.2}, "[1.2, 2]"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_one_line(layer: dict[str, Any], words: str) -> None:
+def test_settings_that_cannot_be_meant_are_one_line(layer, words):
     with pytest.raises(ConfigError) as raised:
         resolve([{"objective": layer}])
     assert "\n" not in str(raised.value)

@@ -195,7 +195,7 @@ BY_HAND: dict[str, Callable[[Token], float]] = {
 
 @pytest.mark.parametrize("spread", [0.02, 2.0])
 @pytest.mark.parametrize("name", BY_HAND)
-def test_the_gradient_weight_is_the_one_derived_by_hand(name: str, spread: float) -> None:
+def test_the_gradient_weight_is_the_one_derived_by_hand(name, spread):
     method, _, divergence = name.partition(" ")
     bounds = {"method": method} | ({"divergence": divergence} if divergence else {})
     groups = completions(spread=spread)
@@ -207,7 +207,7 @@ def test_the_gradient_weight_is_the_one_derived_by_hand(name: str, spread: float
     assert found.gradient.tolist() == pytest.approx(gradients, rel=1e-9, abs=1e-12)
 
 
-def test_clip_cov_removes_the_gradient_of_some_tokens_in_the_range() -> None:
+def test_clip_cov_removes_the_gradient_of_some_tokens_in_the_range():
     groups = completions()
     tokens = [token for group in groups for token in group]
     bounds = {"method": "clip-cov", "share": 0.1, "cov_low": 0.5, "cov_high": 3.0}
@@ -222,7 +222,7 @@ def test_clip_cov_removes_the_gradient_of_some_tokens_in_the_range() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 1e-4])
-def test_kl_cov_penalizes_the_tokens_of_highest_covariance(share: float) -> None:
+def test_kl_cov_penalizes_the_tokens_of_highest_covariance(share):
     """A share of less than one token is one token."""
     groups = completions()
     tokens = [token for group in groups for token in group]
@@ -236,7 +236,7 @@ def test_kl_cov_penalizes_the_tokens_of_highest_covariance(share: float) -> None
 
 @pytest.mark.parametrize(("divergence", "delta"), [("kl", 0.05), ("kl", 0.01), ("tv", 0.15), ("tv", 0.05)])
 @pytest.mark.parametrize("spread", [0.1, 2.0])
-def test_without_caps_the_gradient_of_dppo_is_the_bands(divergence: str, delta: float, spread: float) -> None:
+def test_without_caps_the_gradient_of_dppo_is_the_bands(divergence, delta, spread):
     """The Band is the interval, DPPO the mask: a token is outside the trust region where its ratio is outside it."""
     groups = [group for seed in range(12) for group in completions(seed, spread)]
     region = {"divergence": divergence, "delta": delta}
@@ -246,7 +246,7 @@ def test_without_caps_the_gradient_of_dppo_is_the_bands(divergence: str, delta: 
     torch.testing.assert_close(mask.gradient, band.gradient, rtol=1e-12, atol=0)
 
 
-def test_with_one_known_probability_a_predictive_divergence_mask_is_that_of_dppo() -> None:
+def test_with_one_known_probability_a_predictive_divergence_mask_is_that_of_dppo():
     """The reason why docs/methods.md leaves the method out.
 
     The step of a token raises KL(π_old‖π) to first order by a·(π − π_old − Σ π_i·(π_i − π_old,i)) (arXiv 2607.10848).
@@ -262,7 +262,7 @@ def test_with_one_known_probability_a_predictive_divergence_mask_is_that_of_dppo
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_micro_batches_of_complete_completions_give_the_same_gradient(method: str) -> None:
+def test_micro_batches_of_complete_completions_give_the_same_gradient(method):
     groups = completions()
     loss, new, batch = tensors({"method": method}, groups)
     weights = torch.rand(len(new), generator=torch.Generator().manual_seed(0))
@@ -288,9 +288,7 @@ extreme_token = st.tuples(log_prob, log_prob | st.just(-math.inf), st.floats(-1e
 @given(rows=st.lists(extreme_token, min_size=2, max_size=8), dual_clip=st.sampled_from([None, 3.0]))
 @example(rows=[(0.0, -math.inf, 1e6, -1e4), (0.0, -1e4, -1e6, 0.0)], dual_clip=None)
 @example(rows=[(-1e4, 0.0, 1e6, 0.0), (0.0, -math.inf, 0.0, -1e4)], dual_clip=3.0)
-def test_finite_inputs_give_a_finite_result(
-    method: str, rows: list[tuple[float, ...]], dual_clip: float | None
-) -> None:
+def test_finite_inputs_give_a_finite_result(method, rows, dual_clip):
     """In float32: log-probs down to −1e4, an old one of −inf too, advantages of ±1e6, a penalty to a reference."""
     config = resolve([{"bounds": {"method": method}, "objective": {"dual_clip": dual_clip}}])
     loss = policy_loss(config.bounds, config.objective)
@@ -307,7 +305,7 @@ def test_finite_inputs_give_a_finite_result(
     ("method", "interval"),
     [("ce-gppo", (0.8, 1.2)), ("aspo", (0.8, 1.2)), ("clip-cov", (0.0, 2.0)), ("sapo", None)],
 )
-def test_tokens_outside_a_fixed_interval_are_counted(method: str, interval: Any) -> None:
+def test_tokens_outside_a_fixed_interval_are_counted(method, interval):
     config = resolve([{"bounds": {"method": method}}])
     ratios = torch.tensor([0.5, 0.79, 0.81, 1.19, 1.21, 2.5])
     state = policy_loss(config.bounds, config.objective).clip_state(
@@ -324,7 +322,7 @@ def many_completions(spread: float) -> list[list[Token]]:
 
 @pytest.mark.parametrize("spread", [0.1, 2.0])
 @pytest.mark.parametrize("method", [name for name, entry in METHODS.items() if not entry.without_bounds])
-def test_the_gradient_is_zero_beyond_the_bounds(method: str, spread: float) -> None:
+def test_the_gradient_is_zero_beyond_the_bounds(method, spread):
     """Clip-Cov removes further gradients."""
     groups = many_completions(spread)
     out = objective({"method": method}, groups, dual_clip=None)
@@ -339,7 +337,7 @@ def test_the_gradient_is_zero_beyond_the_bounds(method: str, spread: float) -> N
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_methods_that_differ_at_ratio_one_are_named(method: str) -> None:
+def test_the_methods_that_differ_at_ratio_one_are_named(method):
     """The policy gradient, −weight·advantage, is that of every other method: with one update they are one run."""
     groups = many_completions(0.0)
     found = objective({"method": method}, groups, dual_clip=None).gradient

@@ -203,7 +203,7 @@ VARIANTS = [
 
 @pytest.mark.slow_after(4)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: str(variant.name))
-def test_steps_equal_the_reference(tmp_path: Path, models: dict[str, Path], variant: Variant) -> None:
+def test_steps_equal_the_reference(tmp_path, models, variant):
     layer = read_assignments(variant.settings.split())
     exact, seed, steps = variant.exact_sampler, variant.seed, variant.steps
     options = {"steps": steps, "exact_sampler": exact, "seed": seed, "turns": variant.turns}
@@ -213,9 +213,7 @@ def test_steps_equal_the_reference(tmp_path: Path, models: dict[str, Path], vari
 
 
 @pytest.mark.slow
-def test_batches_sampled_one_step_ahead_train_as_in_the_reference(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_batches_sampled_one_step_ahead_train_as_in_the_reference(tmp_path, models):
     """From the third step on the sampler's weights are neither the initial ones nor those of the step."""
     layer = read_assignments([CLIP, "objective.importance_cap=1.2"])
     case = compare(tmp_path, models["qwen2"], layer, steps=3, ahead=True)
@@ -227,7 +225,7 @@ def test_batches_sampled_one_step_ahead_train_as_in_the_reference(
     assert largest(case.differences) < TOLERANCE, case.differences
 
 
-def test_bfloat16_with_masters_is_near_the_reference(tmp_path: Path, models: dict[str, Path]) -> None:
+def test_bfloat16_with_masters_is_near_the_reference(tmp_path, models):
     """Gradients within the rounding of bfloat16; masters exactly what AdamW makes of these gradients."""
     layer = read_assignments(["model.dtype=bfloat16", "bounds.delta=0.05"])
     case = compare(tmp_path, models["qwen2"], layer, steps=2)
@@ -247,6 +245,6 @@ def largest(differences: Differences) -> float:
 
 
 @pytest.mark.parametrize("divergence", GENERATORS)
-def test_the_bisection_of_the_reference_finds_the_roots(divergence: str) -> None:
+def test_the_bisection_of_the_reference_finds_the_roots(divergence):
     found = band(GENERATORS[divergence], math.log(0.08), 0.05)
     assert found == pytest.approx(CHECK_VALUES[divergence], rel=1e-11)

@@ -28,7 +28,7 @@ def read_line(child: ChildProcess) -> bytes:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_what_an_ended_process_leaves_is_killed_unless_it_may_leave_it(code: int) -> None:
+def test_what_an_ended_process_leaves_is_killed_unless_it_may_leave_it(code):
     kept = start(f"{LEAVES}; raise SystemExit({code})", may_leave=True)
     killed = start(f"{LEAVES}; raise SystemExit({code})")
     pids = [int(read_line(child)) for child in (kept, killed)]
@@ -40,7 +40,7 @@ def test_what_an_ended_process_leaves_is_killed_unless_it_may_leave_it(code: int
         os.kill(pids[0], signal.SIGKILL)
 
 
-def test_a_killed_process_ends_with_its_children_and_its_id_gets_no_further_signal() -> None:
+def test_a_killed_process_ends_with_its_children_and_its_id_gets_no_further_signal():
     child = start(f"{LEAVES}; import time; time.sleep(600)")
     left = int(read_line(child))
     assert not child.wait(0)
@@ -51,7 +51,7 @@ def test_a_killed_process_ends_with_its_children_and_its_id_gets_no_further_sign
     child.send(signal.SIGKILL)
 
 
-def test_the_end_has_the_last_line_of_the_output() -> None:
+def test_the_end_has_the_last_line_of_the_output():
     with tempfile.TemporaryFile() as output:
         code = "print('x' * 10**6); print('no memory'); raise SystemExit(4)"
         child = ChildProcess([sys.executable, "-c", code], os.environ, stdout=output)
@@ -69,7 +69,7 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-def test_a_working_process_and_its_children_end_when_the_parent_is_killed(tmp_path: Path) -> None:
+def test_a_working_process_and_its_children_end_when_the_parent_is_killed(tmp_path):
     """It ignores the signals that it is told to ignore, and runs no file of the current folder."""
     (tmp_path / "json.py").write_text("raise ImportError('the folder shadows the standard library')")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

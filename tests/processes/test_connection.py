@@ -3,7 +3,6 @@
 import contextlib
 import os
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -41,17 +40,17 @@ def lose_rank_1(ranks: Ranks, place: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["gather", "fsdp"])
-def test_the_end_of_another_rank_is_one_error(tmp_path: Path, place: str) -> None:
+def test_the_end_of_another_rank_is_one_error(tmp_path, place):
     """In a gloo collective, also one that FSDP calls in a forward pass."""
     run_ranks(2, tmp_path, lose_rank_1, place)
 
 
-def test_a_store_that_cannot_be_reached_is_a_lost_rank() -> None:
+def test_a_store_that_cannot_be_reached_is_a_lost_rank():
     with pytest.raises(LostRankError), lost_rank_errors():
         dist.TCPStore("127.0.0.1", 1, is_master=False, timeout=timedelta(milliseconds=1))
 
 
-def test_other_errors_are_unchanged() -> None:
+def test_other_errors_are_unchanged():
     for error in (RuntimeError("shape mismatch"), ValueError("gloo/transport"), RunError("disk full")):
         with pytest.raises(type(error)) as raised, lost_rank_errors():
             raise error
@@ -66,7 +65,7 @@ def compare_settings(ranks: Ranks) -> str:
 
 
 @pytest.mark.slow
-def test_all_ranks_find_that_their_settings_differ(tmp_path: Path) -> None:
+def test_all_ranks_find_that_their_settings_differ(tmp_path):
     errors = run_ranks(2, tmp_path, compare_settings)
     assert ["different settings" in error for error in errors] == [True, True]
 
@@ -100,7 +99,7 @@ def grader_warnings(ranks: Ranks) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_rank_0_reports_the_grader_errors_of_all_ranks_and_after_an_error_its_own(tmp_path: Path) -> None:
+def test_rank_0_reports_the_grader_errors_of_all_ranks_and_after_an_error_its_own(tmp_path):
     """After an error, rank 0 waits for no other rank, and rank 1 loses the connection before it has the answers."""
     main, other = run_ranks(2, tmp_path, grader_warnings)
     assert other == [[], []]
@@ -109,14 +108,14 @@ def test_rank_0_reports_the_grader_errors_of_all_ranks_and_after_an_error_its_ow
         assert line.endswith("the first error: error of rank 0")
 
 
-def test_without_torchrun_nothing_is_connected() -> None:
+def test_without_torchrun_nothing_is_connected():
     assert "RANK" not in os.environ
     with connected_ranks("auto", 600.0) as ranks:
         assert ranks == SINGLE
         assert not dist.is_initialized()
 
 
-def test_ranks_on_gpus_do_not_wait_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_gpus_do_not_wait_after_an_error(monkeypatch):
     closed = mock.Mock()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)

@@ -4,7 +4,6 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from tests.training.several_ranks import run_ranks
 
 
 @given(st.integers(0, 40), st.integers(1, 7))
-def test_shares_are_all_items_in_order_and_of_equal_numbers(count: int, size: int) -> None:
+def test_shares_are_all_items_in_order_and_of_equal_numbers(count, size):
     items = [*range(count)]
     shares = [Ranks(rank, size).share(items) for rank in range(size)]
     assert [item for share in shares for item in share] == items
@@ -53,7 +52,7 @@ def loads_of(prompts: list[int], lengths: list[list[int]], size: int) -> list[in
 
 
 @given(GROUPS, st.integers(1, 5))
-def test_completions_are_distributed_over_the_ranks(groups: list[tuple[int, list[int]]], size: int) -> None:
+def test_completions_are_distributed_over_the_ranks(groups, size):
     prompts, lengths = [prompt for prompt, _ in groups], [completions for _, completions in groups]
     owners = balanced_owners(prompts, lengths, size)
     assert [len(owner) for owner in owners] == [len(length) for length in lengths]
@@ -67,7 +66,7 @@ def test_completions_are_distributed_over_the_ranks(groups: list[tuple[int, list
 
 
 @pytest.mark.parametrize("groups", [10, 16, 32])
-def test_ranks_have_about_the_same_number_of_tokens(groups: int) -> None:
+def test_ranks_have_about_the_same_number_of_tokens(groups):
     """With consecutive groups on each of 8 ranks, the mean was 0.62 to 0.87 of the greatest number of tokens."""
     for seed in range(10):
         chance = random.Random(seed)
@@ -91,7 +90,7 @@ def test_ranks_have_about_the_same_number_of_tokens(groups: int) -> None:
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Ranks(3, 4, 1), 2),
     ],
 )
-def test_the_place_of_a_process(values: dict[str, str], ranks: Ranks, local_count: int) -> None:
+def test_the_place_of_a_process(values, ranks, local_count):
     assert ranks_from_environment(values) == ranks
     assert (rank_count(values), local_rank_count(values)) == (ranks.size, local_count)
     assert is_main_process(values) == ranks.is_main
@@ -109,7 +108,7 @@ def exchanged(ranks: Ranks) -> list[object]:
 
 
 @pytest.mark.slow
-def test_every_rank_receives_the_values_of_all(tmp_path: Path) -> None:
+def test_every_rank_receives_the_values_of_all(tmp_path):
     columns = [[0, 1, 0, 1, 2, 3], [0.5, 1.5, 0.5, 1.5, 2.5, 3.5]]
     expected = [[0, 1, 2], ["a", "a", "a"], [True, False], [-1.0, "nan"], columns]
     assert run_ranks(3, tmp_path, exchanged) == 3 * [expected]
@@ -150,7 +149,7 @@ def fail(error: Exception | None) -> None:
         raise error
 
 
-def test_without_further_ranks_nothing_is_exchanged() -> None:
+def test_without_further_ranks_nothing_is_exchanged():
     """No process group exists, so that any communication would raise."""
     column = torch.arange(3.0)
     assert (SINGLE.gather("x"), SINGLE.gather_all([1, 2]), SINGLE.max(2.5)) == (["x"], [1, 2], 2.5)
@@ -166,7 +165,7 @@ def test_without_further_ranks_nothing_is_exchanged() -> None:
     assert raised.value is error
 
 
-def test_all_ranks_have_all_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_have_all_results(monkeypatch):
     acted: list[int] = []
 
     def act(ranks: Ranks) -> list[int]:
@@ -187,9 +186,7 @@ def test_all_ranks_have_all_results(monkeypatch: pytest.MonkeyPatch) -> None:
         (OtherPackageError("a", "b"), "RuntimeError: rank 1: OtherPackageError: a b"),
     ],
 )
-def test_the_error_of_the_first_rank_that_failed_is_raised_on_all(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, received: str
-) -> None:
+def test_the_error_of_the_first_rank_that_failed_is_raised_on_all(monkeypatch, error, received):
     errors = [None, error, ValueError("later")]
     exchange = Exchange(monkeypatch, 3)
     first, second, third = exchange.outcomes(lambda ranks: ranks.agree(lambda: fail(errors[ranks.rank])))
@@ -200,7 +197,7 @@ def test_the_error_of_the_first_rank_that_failed_is_raised_on_all(
     assert not is_received(second)
 
 
-def test_a_rank_that_fails_as_the_first_one_did_raises_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_as_the_first_one_did_raises_its_own_error(monkeypatch):
     """So that a mistake which all ranks find does not look like one of rank 0."""
     errors = [RunError("the disk is full") for _ in range(3)]
     exchange = Exchange(monkeypatch, 3)

@@ -56,9 +56,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_a_wait_is_reported_once_with_its_name_its_start_and_what_to_do(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wait_is_reported_once_with_its_name_its_start_and_what_to_do(clock, caplog):
     wait = Wait(lambda: "rank 1", "do this", since=clock.now)
     clock.now += 9.9
     wait.check()
@@ -82,7 +80,7 @@ def test_a_wait_is_reported_once_with_its_name_its_start_and_what_to_do(
     assert len(caplog.messages) == 2, "the same mark is no answer"
 
 
-def test_work_is_reported_without_progress_only(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_work_is_reported_without_progress_only(clock, caplog):
     """An evaluation of an hour that advances is no stall."""
     work = Wait("the evaluation", "", is_work=True, since=clock.now)
     for _ in range(60):
@@ -95,7 +93,7 @@ def test_work_is_reported_without_progress_only(clock: Clock, caplog: pytest.Log
     assert len(caplog.messages) == 1
 
 
-def test_work_that_waits_for_an_answer_gives_one_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_work_that_waits_for_an_answer_gives_one_line(clock, caplog):
     work, answer = Wait("the phase", "", is_work=True, since=clock.now), Wait("rank 1", "", since=clock.now)
     for _ in range(20):
         clock.now += 2
@@ -104,9 +102,7 @@ def test_work_that_waits_for_an_answer_gives_one_line(clock: Clock, caplog: pyte
     assert [message.split(" since")[0] for message in caplog.messages] == ["waiting for rank 1"]
 
 
-def test_zero_reports_nothing(
-    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zero_reports_nothing(clock, caplog, monkeypatch):
     monkeypatch.setattr(watch, "stall_after", 0.0)
     wait = Wait("rank 1", "", since=clock.now)
     clock.now += 1e6
@@ -143,9 +139,7 @@ def lines_until(process: subprocess.Popen[str], holds: Callable[[str], bool]) ->
 
 
 @pytest.mark.slow
-def test_the_leader_prints_where_it_and_its_processes_are(
-    leader: tuple[subprocess.Popen[str], int, Path],
-) -> None:
+def test_the_leader_prints_where_it_and_its_processes_are(leader):
     """Twice: the second signal prints only what is new."""
     process, child, _ = leader
     for _ in range(2):
@@ -158,9 +152,7 @@ def test_the_leader_prints_where_it_and_its_processes_are(
 
 
 @pytest.mark.slow
-def test_a_stopped_process_is_named_and_an_unrelated_process_gets_no_signal(
-    leader: tuple[subprocess.Popen[str], int, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_process_is_named_and_an_unrelated_process_gets_no_signal(leader, monkeypatch):
     """The id of a process that has ended may be that of any other process, which SIGUSR1 would end."""
     _process, child, folder = leader
     monkeypatch.setattr(watch, "ANSWER_S", 0.5)

@@ -1,7 +1,5 @@
 """Log-probs of the transformers engine and of packed rows against one ordinary forward pass per sequence."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.real_models
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sampled_and_packed_log_probs_are_those_of_the_model(folder: Path, dtype: str) -> None:
+def test_sampled_and_packed_log_probs_are_those_of_the_model(folder, dtype):
     """Completions end at different lengths, and some at the limit; prompts differ in length."""
     policy = load_policy(ModelConfig(path=str(folder), device="cpu", dtype=dtype))
     prompts, params = encoded_prompts(folder, dtype), short_answers(policy)

@@ -1,7 +1,5 @@
 """Prompts of pretrained models: the tokens of the chat template, and the tokens that end a completion."""
 
-from pathlib import Path
-
 import pytest
 from transformers import AutoTokenizer
 
@@ -14,7 +12,7 @@ pytestmark = pytest.mark.real_models
 
 
 @pytest.mark.parametrize("system", [None, "You are careful."])
-def test_prompts_have_the_tokens_of_the_chat_template(folder: Path, system: str | None) -> None:
+def test_prompts_have_the_tokens_of_the_chat_template(folder, system):
     """Without a system message, the templates of these models add their own."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = PromptEncoder(load_tokenizer(ModelConfig(path=str(folder)))).encode(problems(system=system))
@@ -29,7 +27,7 @@ def test_prompts_have_the_tokens_of_the_chat_template(folder: Path, system: str 
         assert prompt.text.count("system\n") == 1
 
 
-def test_a_completion_ends_at_the_end_of_the_turn(folder: Path) -> None:
+def test_a_completion_ends_at_the_end_of_the_turn(folder):
     policy = load_policy(ModelConfig(path=str(folder), device="cpu"), for_training=False)
     stop_ids = completion_stop_ids(policy, PromptEncoder(policy.tokenizer), problems())
     turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]

@@ -56,7 +56,7 @@ def settings(folder: Path, place: Path) -> dict[str, Any]:
     }
 
 
-def test_a_killed_run_resumes_with_equal_records(folder: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_with_equal_records(folder, tmp_path):
     config, runs = tmp_path / "run.yaml", tmp_path / "runs"
     layer = {"steps": 2, "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0, "background": False}}
     short = settings(folder, tmp_path) | layer
@@ -105,9 +105,7 @@ def train_one_step(
     return report, prompts, groups, {name: value.detach() for name, value in policy.named_parameters()}
 
 
-def test_a_step_is_that_of_the_models_own_logits(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_that_of_the_models_own_logits(folder, tmp_path, monkeypatch):
     """Two updates with the Band of total variation, whose bounds are (p ± δ)/p, against plain torch with autograd.
 
     AdamW has a large eps: it divides the gradient by its own size, which would magnify rounding errors.
@@ -158,7 +156,7 @@ def test_a_step_is_that_of_the_models_own_logits(
         assert error.norm() <= 1e-2 * change.norm(), name
 
 
-def test_lora_trains_the_adapters_that_peft_reads(folder: Path, tmp_path: Path) -> None:
+def test_lora_trains_the_adapters_that_peft_reads(folder, tmp_path):
     """The base weights stay; peft's model on the base, the merged export and the run's own policy agree."""
     from peft import PeftModel
 

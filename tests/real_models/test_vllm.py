@@ -1,7 +1,5 @@
 """Log-probs of the vLLM engine with a pretrained model against one ordinary forward pass per sequence."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -24,7 +22,7 @@ pytestmark = [pytest.mark.real_models, pytest.mark.vllm]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sampled_log_probs_are_those_of_the_model(folder: Path, dtype: str) -> None:
+def test_sampled_log_probs_are_those_of_the_model(folder, dtype):
     """Before and after a change of the tied embedding, with the prompts in the prefix cache."""
     policy = load_policy(ModelConfig(path=str(folder), device="cpu", dtype=dtype))
     prompts, params = encoded_prompts(folder, dtype), short_answers(policy)

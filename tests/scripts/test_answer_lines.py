@@ -29,14 +29,12 @@ def pool() -> Iterator[GraderPool]:
 
 
 @pytest.mark.slow
-def test_the_page_has_the_table_of_the_present_graders(
-    pool: GraderPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_has_the_table_of_the_present_graders(pool, monkeypatch, capsys):
     monkeypatch.setattr(answer_lines, "GraderPool", lambda config: nullcontext(pool))
     assert answer_lines.main(["table", "--check"]) == 0, capsys.readouterr().err
 
 
-def test_wrong_values_differ_from_the_reference() -> None:
+def test_wrong_values_differ_from_the_reference():
     rng = random.Random(0)
     others = ["0", "18", "18.0", "19", r"\frac{1}{2}", "x+1"]
     assert "18" not in {wrong_value("18", others, rng) for _ in range(200)}
@@ -47,7 +45,7 @@ def test_wrong_values_differ_from_the_reference() -> None:
 
 
 @pytest.mark.slow
-def test_no_line_with_a_wrong_value_is_correct(pool: GraderPool) -> None:
+def test_no_line_with_a_wrong_value_is_correct(pool):
     values = ("17", "-18", "180", "2", "0.18")
     texts = [*{f"9 * 2 = 18\n{fill(line, value)}" for line in LINES for value in values}]
     for grader in ("math", "number"):
@@ -62,9 +60,7 @@ def run_in_this_process(command: list[str], cwd: Path, **_: Any) -> subprocess.C
 
 
 @pytest.mark.slow
-def test_a_corpus_is_repeatable_and_every_completion_gets_a_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_corpus_is_repeatable_and_every_completion_gets_a_verdict(tmp_path, monkeypatch):
     """A plain search for the value, instead of a grader, tells lines with the right value from the wrong ones."""
     rows = [(f"How many eggs are in {n} boxes?", str(3 * n), text) for n in range(2, 42) for text in TEXTS]
     pandas.DataFrame(rows, columns=["prompt", "reference", "text"]).to_parquet(tmp_path / "samples.parquet")
@@ -93,7 +89,7 @@ def test_a_corpus_is_repeatable_and_every_completion_gets_a_verdict(
     assert (right["verdict"] == "correct").mean() > 0.6  # 20 of 31; the graders refuse the other forms
 
 
-def test_false_positives_and_grader_errors_are_failures() -> None:
+def test_false_positives_and_grader_errors_are_failures():
     """Four completions are labelled by hand; the second and the fourth are failures."""
     scored = pandas.DataFrame({
         "origins": ["right", "wrong", "wrong", "sampled"],

@@ -65,11 +65,11 @@ def differences(sides: tuple[Side, Side], command: Command | None = None, *outco
     return [str(difference) for difference in verdict.differences]
 
 
-def test_runs_that_differ_in_durations_and_paths_are_equal(sides: tuple[Side, Side]) -> None:
+def test_runs_that_differ_in_durations_and_paths_are_equal(sides):
     assert differences(sides) == []
 
 
-def test_values_and_lines_that_differ_are_reported_with_their_place(sides: tuple[Side, Side]) -> None:
+def test_values_and_lines_that_differ_are_reported_with_their_place(sides):
     """A float in its last bit, an added key, one element of a tensor, a cell of a table, a removed line, and a type."""
     folder = sides[1].work / "runs" / "a"
     metrics, summary = folder / "metrics.jsonl", folder / "summary.json"
@@ -92,7 +92,7 @@ def test_values_and_lines_that_differ_are_reported_with_their_place(sides: tuple
     assert column == "runs/a/samples/step-000001.parquet: types: reward: 'double' != 'float'"
 
 
-def test_exit_codes_tracebacks_and_written_files_are_compared(sides: tuple[Side, Side]) -> None:
+def test_exit_codes_tracebacks_and_written_files_are_compared(sides):
     wrong = Command("wrong", ("train", "--steps", "0"), code=2, writes=False)
     nothing: dict[str, Any] = {"code": 2, "written": frozenset()}
     good, bad = outcome(sides[0], **nothing), outcome(sides[1], **{**nothing, "code": 0})
@@ -105,7 +105,7 @@ def test_exit_codes_tracebacks_and_written_files_are_compared(sides: tuple[Side,
     assert differences(sides, wrong, good, wrote) == ["writes files: [] != ['runs/a/metrics.jsonl']"]
 
 
-def test_output_is_compared_as_the_command_asks(sides: tuple[Side, Side]) -> None:
+def test_output_is_compared_as_the_command_asks(sides):
     def found(stdout: Stdout, old: str, new: str) -> list[str]:
         command = Command("bounds", ("bounds",), stdout=stdout, writes=False)
         return differences(
@@ -121,7 +121,7 @@ def test_output_is_compared_as_the_command_asks(sides: tuple[Side, Side]) -> Non
     assert found(Stdout.NONE, "a", "b") == []
 
 
-def test_settings_of_a_dry_run_are_read_between_sentences_and_equal_values_are_the_same_number() -> None:
+def test_settings_of_a_dry_run_are_read_between_sentences_and_equal_values_are_the_same_number():
     text = "model  the model\nseed: 1\nsteps: 3\noptim:\n  lr: 0.1\n\nmemory 1.5 GiB\n"
     expected = {"settings": {"seed": 1, "steps": 3, "optim": {"lr": 0.1}}, "numbers": ["1.5"]}
     assert settings_in(text) == expected
@@ -131,7 +131,7 @@ def test_settings_of_a_dry_run_are_read_between_sentences_and_equal_values_are_t
         assert first_difference([old], [new]) is not None, (old, new)
 
 
-def test_metrics_of_the_mlflow_store_are_compared(tmp_path: Path) -> None:
+def test_metrics_of_the_mlflow_store_are_compared(tmp_path):
     paths = {name: tmp_path / name / "mlflow.db" for name in ("old", "new")}
     for (name, path), loss in zip(paths.items(), (0.5, 0.25), strict=True):
         path.parent.mkdir()
@@ -148,7 +148,7 @@ def test_metrics_of_the_mlflow_store_are_compared(tmp_path: Path) -> None:
     assert str(found) == "a: metrics: optim/loss[0][1]: 0.5 != 0.25"
 
 
-def test_only_takes_the_commands_that_others_need() -> None:
+def test_only_takes_the_commands_that_others_need():
     assert [command.name for command in choose(["eval-again"])] == ["eval-file", "eval-again"]
     with pytest.raises(ValueError, match="no such command"):
         choose(["no-such"])

@@ -68,9 +68,7 @@ def statuses(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [(line["name"], line["status"], line["reason"]) for line in report["lines"]]
 
 
-def test_lines_that_hold_or_do_not_apply_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_that_hold_or_do_not_apply_pass(tmp_path, monkeypatch, capsys):
     code, report = run(CHECKS, tmp_path, monkeypatch, "--checks", "good,absent")
     assert (code, report["passed"]) == (0, True)
     assert statuses(report) == [("good", "ok", ""), ("absent", "skipped", "vllm is not installed")]
@@ -84,9 +82,7 @@ def test_lines_that_hold_or_do_not_apply_pass(
     assert error.value.code == 2
 
 
-def test_a_line_that_falls_short_raises_or_takes_too_long_fails_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_falls_short_raises_or_takes_too_long_fails_alone(tmp_path, monkeypatch):
     """A value that is not a number falls short of both limits, and is null in the report."""
     names = "short,nan,broken,good,endless,later"
     code, report = run(CHECKS, tmp_path, monkeypatch, "--checks", names, "--budget", "0.3")
@@ -112,7 +108,7 @@ def names_of(measured: Measured) -> list[str]:
     return [shortfall.partition(" is ")[0] for shortfall in measured.shortfalls]
 
 
-def test_a_step_falls_short_by_its_metrics(tmp_path: Path) -> None:
+def test_a_step_falls_short_by_its_metrics(tmp_path):
     for changed, names in (
         ({}, []), ({"optim/loss": math.nan}, ["finite_updates"]), ({"optim/grad_norm": 0.0}, ["grad_norm"]),
         ({"sampler/logprob_gap_mean": 0.2}, ["sampler/logprob_gap_mean"]),
@@ -144,16 +140,14 @@ def ranks_run(folder: Path, texts: str = "ab", **changed: float) -> TrainedRun:
         ({}, {"train/reward": 0.5}, ["resumed_metrics_difference"]),
     ],
 )
-def test_two_ranks_that_differ_from_one_fall_short(
-    two: dict[str, Any], resumed: dict[str, Any], names: list[str], tmp_path: Path
-) -> None:
+def test_two_ranks_that_differ_from_one_fall_short(two, resumed, names, tmp_path):
     runs = (
         ranks_run(tmp_path / name, **changed) for name, changed in (("1", {}), ("2", two), ("3", resumed))
     )
     assert names_of(ranks.compare(Work("cpu", True, tmp_path), *runs)) == names
 
 
-def test_log_probs_that_differ_fall_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probs_that_differ_fall_short(tmp_path, monkeypatch):
     work, exact = Work("cpu", True, tmp_path), kernels._tiled
     assert not kernels.check_logprobs(work, "0.5b").shortfalls
     monkeypatch.setattr(kernels, "_tiled", lambda inputs: 1.1 * exact(inputs))
@@ -171,9 +165,7 @@ def test_log_probs_that_differ_fall_short(tmp_path: Path, monkeypatch: pytest.Mo
         ("abab", {"train/reward": 0.5}, ["metrics_difference"]),
     ],
 )
-def test_a_resume_that_changes_anything_falls_short(
-    states: str, again: dict[str, Any], names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_that_changes_anything_falls_short(states, again, names, tmp_path, monkeypatch):
     """The states of the weights and the optimizer are letters: two of the uninterrupted run, two after the resume."""
     runs = {
         "resume-saved": ranks_run(tmp_path / "saved"),
@@ -193,7 +185,7 @@ def test_a_resume_that_changes_anything_falls_short(
     assert names_of(training.check_resume(Work("cpu", True, tmp_path))) == names
 
 
-def test_a_side_of_the_race_trains_the_blocks_that_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_of_the_race_trains_the_blocks_that_it_is_asked_for(monkeypatch):
     """The first step of a block and the wait before it are not counted."""
     ours, theirs = Pipe()
     monkeypatch.setattr(race, "free_memory", lambda: None)
@@ -220,7 +212,7 @@ def test_a_side_of_the_race_trains_the_blocks_that_it_is_asked_for(monkeypatch: 
     thread.join()
 
 
-def test_the_race_compares_medians_and_reports_the_spread() -> None:
+def test_the_race_compares_medians_and_reports_the_spread():
     def block(side: str, *seconds: float) -> tuple[str, dict[str, Any]]:
         phases = [dict.fromkeys(race.PHASES[side], 0.25) for _ in seconds]
         return side, {"seconds": [*seconds], "phases": phases, "reserved_gib": 0.0}
@@ -232,7 +224,7 @@ def test_the_race_compares_medians_and_reports_the_spread() -> None:
     assert values["trl_generate_s"] == values["bandpo_update_s"] == 0.25
 
 
-def test_the_race_names_the_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_race_names_the_package_that_is_missing(tmp_path, monkeypatch):
     for missing in ("trl", "vllm"):
         monkeypatch.setattr(race, "is_missing", missing.__eq__)
         with pytest.raises(Skipped, match=f"^{missing} is not installed$"):
@@ -240,7 +232,7 @@ def test_the_race_names_the_package_that_is_missing(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_an_error_of_a_side_ends_the_race(tmp_path: Path) -> None:
+def test_an_error_of_a_side_ends_the_race(tmp_path):
     side = race.Side("another", Work("cpu", True, tmp_path), "0.5b", 1)
     try:
         with pytest.raises(RuntimeError, match=r"^another: KeyError"):
@@ -250,7 +242,7 @@ def test_an_error_of_a_side_ends_the_race(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checks_run_with_small_shapes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_run_with_small_shapes_on_a_cpu(tmp_path, monkeypatch):
     """The checks that start no process of ranks or engines, and the checks that do not apply to a CPU."""
     names = [
         "operator",

@@ -4,7 +4,7 @@ from bandpo_cli.config.layers import flatten, resolve
 from scripts.settings_page import PAGE, page
 
 
-def test_the_page_is_up_to_date_and_has_every_setting_with_a_description() -> None:
+def test_the_page_is_up_to_date_and_has_every_setting_with_a_description():
     text = page()
     assert PAGE.read_text(encoding="utf-8") == text, "python -m scripts.settings_page writes the page"
     tables = [line for line in text.splitlines() if line.startswith("| `")]

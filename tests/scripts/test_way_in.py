@@ -11,7 +11,7 @@ from scripts.way_in import Call, count
 ROOT = Path(__file__).parents[2]
 
 
-def test_calls_are_counted_by_file_and_function() -> None:
+def test_calls_are_counted_by_file_and_function():
     calls = [
         Call("a.py", "f", 1),
         Call("b.py", "g", 1),
@@ -23,7 +23,7 @@ def test_calls_are_counted_by_file_and_function() -> None:
 
 
 @pytest.mark.slow
-def test_the_way_in_is_not_longer_than_its_limits() -> None:
+def test_the_way_in_is_not_longer_than_its_limits():
     done = subprocess.run(
         [sys.executable, "-m", "scripts.way_in", "--check"], cwd=ROOT, capture_output=True, text=True
     )

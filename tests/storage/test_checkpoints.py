@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +60,7 @@ STATE = "trainer/state.json"
         (STATE, lambda content: content.replace(b'"step": 10', b'"step": 11'), "state.json is damaged"),
     ],
 )
-def test_an_incomplete_checkpoint_is_reported_as_damaged_and_removed(
-    run: RunFolder, name: str, damage: Callable[[bytes], bytes] | None, word: str
-) -> None:
+def test_an_incomplete_checkpoint_is_reported_as_damaged_and_removed(run, name, damage, word):
     make(run, 5, 10)
     assert read_trainer_state(run.checkpoint_dir(10)) == Progress(10, 40, 0, 640, "abc")
     path = run.checkpoint_dir(10) / name
@@ -78,7 +75,7 @@ def test_an_incomplete_checkpoint_is_reported_as_damaged_and_removed(
     assert names(run) == ["step-000005"]
 
 
-def test_a_flipped_bit_is_noticed_with_the_name_of_its_file(run: RunFolder) -> None:
+def test_a_flipped_bit_is_noticed_with_the_name_of_its_file(run):
     """Every 29th bit of every file is flipped, those of `state.json` included."""
     make(run, 10)
     folder = run.checkpoint_dir(10)
@@ -98,7 +95,7 @@ def test_a_flipped_bit_is_noticed_with_the_name_of_its_file(run: RunFolder) -> N
         path.write_bytes(content)
 
 
-def test_only_a_resume_reads_the_training_state(run: RunFolder) -> None:
+def test_only_a_resume_reads_the_training_state(run):
     make(run, 10)
     folder = run.checkpoint_dir(10)
     (folder / "trainer" / "optimizer.safetensors").write_bytes(b"nothing")
@@ -107,7 +104,7 @@ def test_only_a_resume_reads_the_training_state(run: RunFolder) -> None:
         check_contents(folder)
 
 
-def test_leftovers_of_a_crash_are_removed_and_files_of_the_user_are_kept(run: RunFolder) -> None:
+def test_leftovers_of_a_crash_are_removed_and_files_of_the_user_are_kept(run):
     make(run, 5, 10, 15)
     folder = run.path / "checkpoints"
     for name in (".step-000020.writing", ".step-000001.removing", ".mine", "best-so-far"):
@@ -116,7 +113,7 @@ def test_leftovers_of_a_crash_are_removed_and_files_of_the_user_are_kept(run: Ru
     assert names(run) == [".mine", "best-so-far", "step-000005", "step-000010"]
 
 
-def test_a_checkpoint_that_is_a_link_is_removed_without_its_target(run: RunFolder, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_a_link_is_removed_without_its_target(run, tmp_path):
     """Links of checkpoints elsewhere, one of them dangling, and a hidden link."""
     make(run, 5, 10, 15)
     for step in (10, 15):
@@ -140,9 +137,7 @@ scores = st.one_of(st.none(), st.sampled_from([0.25, 0.5, 0.75]))
     st.one_of(st.none(), st.integers(1, 4)),
     st.integers(0, 3),
 )
-def test_the_last_and_the_best_checkpoints_are_kept(
-    table: dict[int, float | None], last: int | None, best: int
-) -> None:
+def test_the_last_and_the_best_checkpoints_are_kept(table, last, best):
     """Compare with the definition: a step is kept if fewer than `last` are later, or fewer than `best` are better."""
     records = [
         {"step": step} if score is None else {"step": step, "eval/a/mean_at_4": score}
@@ -160,7 +155,7 @@ def test_the_last_and_the_best_checkpoints_are_kept(
     assert kept_steps(table, records, CheckpointConfig(keep_last=last, keep_best=best)) == expected
 
 
-def test_the_best_is_by_the_mean_over_sets_or_by_the_configured_metric() -> None:
+def test_the_best_is_by_the_mean_over_sets_or_by_the_configured_metric():
     records: list[dict[str, Any]] = [
         {"step": 1, "eval/a/mean_at_4": 0.9, "eval/b/mean_at_32": 0.1, "eval/a/pass_at_4": 0.1, "train/accuracy": 3},
         {"step": 2, "eval/a/mean_at_4": 0.5, "eval/b/mean_at_32": 0.6, "eval/a/pass_at_4": 0.2},
@@ -180,7 +175,7 @@ def test_the_best_is_by_the_mean_over_sets_or_by_the_configured_metric() -> None
     assert kept(keep_best=0) == {5}
 
 
-def test_pruning_reads_the_metrics_on_the_disk_and_keeps_damaged_checkpoints(run: RunFolder) -> None:
+def test_pruning_reads_the_metrics_on_the_disk_and_keeps_damaged_checkpoints(run):
     make(run, 5, 10, 15, 20)
     for step, value in ((5, 0.1), (10, 0.9), (15, 0.2), (20, 0.3)):
         run.append_metrics({"step": step, "eval/a/mean_at_4": value})
@@ -189,7 +184,7 @@ def test_pruning_reads_the_metrics_on_the_disk_and_keeps_damaged_checkpoints(run
     assert names(run) == ["step-000010", "step-000015", "step-000020"]  # step 15 is damaged
 
 
-def test_nothing_is_pruned_while_updates_are_skipped(run: RunFolder) -> None:
+def test_nothing_is_pruned_while_updates_are_skipped(run):
     prune_checkpoints(run, CheckpointConfig())  # without checkpoints it does nothing
     remove_checkpoints_after(run, -1)
     assert complete_checkpoints(run) == ({}, {})

@@ -1,19 +1,31 @@
-"""Run folder: names stay in the runs folder, writes are atomic, metrics are strict JSON lines."""
+"""Folders of runs and evaluations: valid names, atomic writes, strict lines of metrics, tables, parts, and the lock."""
 
 import json
 import os
+import signal
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import cast
+from unittest import mock
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.storage import files, run_folder
-from bandpo_cli.storage.files import step_of
+from bandpo_cli.storage import files, run_folder, tables
+from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import (
     EvalFolder,
+    PartKey,
     RunFolder,
     find_folder,
     find_run,
@@ -21,8 +33,10 @@ from bandpo_cli.storage.run_folder import (
     timestamped,
     unused_name,
 )
-from bandpo_cli.storage.tables import TOKEN_COLUMNS, TokenValues, read_token_values
+from bandpo_cli.storage.run_record import read_record
+from bandpo_cli.storage.tables import TOKEN_COLUMNS, EvalRow, TokenValues, eval_table, read_token_values
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
+from tests.tasks.stored_completions import ROW
 
 
 @pytest.mark.parametrize(
@@ -54,14 +68,18 @@ def test_an_existing_name_is_refused_with_an_unused_one(tmp_path):
     assert (tmp_path / "a" / "config.yaml").read_text() == "mine"
 
 
-def test_open_accepts_name_and_path_and_suggests_the_nearest_name(run, tmp_path):
+def test_an_unknown_name_is_refused_with_the_nearest_one(run, folder, tmp_path):
     runs = tmp_path / "runs"
-    assert RunFolder.open(runs, "first").path == run.path
     assert RunFolder.open(Path("nowhere"), str(run.path)).path == run.path
     with pytest.raises(UserError, match="did you mean 'first'"):
         RunFolder.open(runs, "frist")
     with pytest.raises(UserError, match=r"there is no folder .*none; --runs-dir names another"):
         RunFolder.open(tmp_path / "none", "first")
+    with pytest.raises(UserError, match=r"no evaluation 'secnd' .*did you mean 'second'\?.*it has second"):
+        EvalFolder.open(runs, "secnd")
+    for name in ("", "x" * 5000, "a\0b"):
+        with pytest.raises(UserError, match="no evaluation"):
+            EvalFolder.open(runs, name)
 
 
 @pytest.mark.parametrize(
@@ -229,22 +247,6 @@ def test_a_file_is_flushed_before_it_is_renamed_and_a_failed_write_keeps_the_old
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_apply_umask_gives_the_permissions_of_an_ordinary_file(tmp_path):
-    for name in ("private", "ordinary"):
-        (tmp_path / name).touch()
-    (tmp_path / "private").chmod(0o600)
-    files.apply_umask(tmp_path / "private")
-    assert (tmp_path / "private").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
-
-
-def test_step_names_round_trip(tmp_path):
-    folder = RunFolder(tmp_path)
-    assert folder.checkpoint_dir(100) == tmp_path / "checkpoints" / "step-000100"
-    assert step_of(folder.checkpoint_dir(1234567)) == 1234567
-    assert step_of(tmp_path / "step-000010.json") == 10
-    assert step_of(tmp_path / "notes.txt") is None
-
-
 @pytest.mark.parametrize("create", [RunFolder.create, EvalFolder.create])
 def test_processes_that_start_in_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch, create):
     """All have chosen their name before any of them creates its folder."""
@@ -269,3 +271,150 @@ def test_records_are_found_among_many_without_parsing_the_others(tmp_path, monke
     )
     assert [record["step"] for record in run.read_records([297, 6, -1, 4, 29, 300, 0])] == [0, 6, 297]
     assert len(parsed) == 3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> EvalFolder:
+    folder = EvalFolder.create(tmp_path / "runs", "second")
+    folder.write_record({"status": "running", "sets": {}})
+    return folder
+
+
+def test_parts_round_trip_exactly_by_key(folder):
+    """Parts are read in the order of sets and problems, independent of the order of writing."""
+    keys = [PartKey(1, 0), PartKey(0, 128), PartKey(0, 4), PartKey(0, 100_000_000)]
+    for key in keys:
+        folder.write_part(key, [{**ROW, "problem_id": str(key)}, ROW])
+    found = folder.read_parts()
+    assert sorted(found) == [PartKey(0, 4), PartKey(0, 128), PartKey(0, 100_000_000), PartKey(1, 0)]
+    assert all(found[key] == [{**ROW, "problem_id": str(key)}, ROW] for key in keys)
+    assert folder.count_stored() == 8
+
+
+def test_the_complete_table_replaces_the_parts(folder):
+    folder.write_part(PartKey(0, 0), [ROW])
+    folder.write_samples([ROW, ROW])
+    assert not (folder.path / "parts").exists()
+    assert folder.read_parts() == {}
+    assert folder.count_stored() == 2
+    assert pq.read_table(folder.samples_path).to_pylist() == [ROW, ROW]
+
+
+@pytest.mark.parametrize("name", ["second", "{runs}/second/", "{runs}/second/eval.json", ".", "eval.json"])
+def test_open_accepts_name_folder_and_record(tmp_path, folder, name, monkeypatch):
+    monkeypatch.chdir(folder.path)
+    found = EvalFolder.open(tmp_path / "runs", name.format(runs=tmp_path / "runs"))
+    assert (found.path, found.name) == (folder.path, "second")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "not readable as JSON"),
+        (b"\xff\xfe", "not a text file"),
+        (b"[" * 100_000, "not readable as JSON"),
+        (b"[]", "expected a JSON object"),
+        (b'{"sets": []}', "not the record of an evaluation"),
+        (b'{"status": "finished"}', "not the record of an evaluation"),
+    ],
+)
+def test_a_damaged_record_raises_a_one_line_error(tmp_path, content, words):
+    path = tmp_path / "eval.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=words) as caught:
+        read_record(path)
+    assert len(str(caught.value).splitlines()) == 1
+    for other, why in ((tmp_path, "is a directory"), (tmp_path / "none", "No such file")):
+        with pytest.raises(UserError, match=why):
+            read_record(other)
+
+
+HOLD = (
+    "import os, sys, time; from pathlib import Path\n"
+    "from bandpo_cli.storage.files import run_lock\n"
+    "with run_lock(Path(sys.argv[1])):\n"
+    "    if sys.argv[2] == 'fork' and os.fork() == 0:\n"
+    "        time.sleep(20); os._exit(0)\n"
+    "    print('held', flush=True); time.sleep(20)\n"
+)
+
+
+@contextmanager
+def holder(folder: Path, how: str = "single") -> Iterator[subprocess.Popen[str]]:
+    """Start a process that holds the lock of `folder` within the body; kill it and its children afterwards."""
+    command = [sys.executable, "-c", HOLD, str(folder), how]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_second_process_is_refused_with_a_message_that_names_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "ACQUIRE_TIMEOUT_S", 0.01)
+    with holder(tmp_path) as process, pytest.raises(UserError) as error, run_lock(tmp_path):
+        pytest.fail("two processes have the lock")
+    line = str(error.value)
+    assert f"process {process.pid} on {socket.gethostname()}" in line
+    assert tmp_path.name in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("how", ["single", "fork"])
+def test_a_killed_process_releases_the_lock_even_if_its_child_lives(tmp_path, how):
+    with holder(tmp_path, how) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        with run_lock(tmp_path):  # raises where the lock is still held
+            assert process.returncode == -signal.SIGKILL
+
+
+def test_the_lock_is_released_at_the_end_and_when_the_body_fails(tmp_path):
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), run_lock(tmp_path):
+            raise ZeroDivisionError
+
+
+def test_a_folder_that_is_not_writable_raises(tmp_path):
+    with pytest.raises(UserError, match="cannot be written to"), run_lock(tmp_path / "nowhere"):
+        pytest.fail("there is no such folder")
+
+
+_SCHEMA = pa.schema(
+    [(name, pa.string()) for name in ("task", "problem_id", "prompt", "reference", "grader", "extra", "text", "answer")]
+    + [("reward", pa.float64()), ("accuracy", pa.float64()), ("verdict", pa.string()), ("length", pa.int32())]
+    + [("finish_reason", pa.string()), ("logprob_sum", pa.float64())]
+)  # fmt: skip
+_VALUES = {
+    pa.string(): st.text(max_size=20),
+    pa.float64(): st.floats(),
+    pa.int32(): st.integers(-(2**31), 2**31 - 1),
+}
+_NULLABLE = ("answer", "reward", "length", "finish_reason", "logprob_sum")
+_ROWS = st.fixed_dictionaries(
+    {item.name: (st.none() if item.name in _NULLABLE else st.nothing()) | _VALUES[item.type] for item in _SCHEMA}
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@given(st.lists(_ROWS, max_size=7))
+def test_a_table_of_completions_equals_the_one_of_pyarrow(rows):
+    """Any text, NaN and infinities included; blocks of three rows, so that there are up to three of them."""
+    with mock.patch.object(tables, "_ROWS_PER_BLOCK", 3):
+        found = eval_table(cast("list[EvalRow]", rows))
+    expected = pa.Table.from_pylist(rows, schema=_SCHEMA)
+    assert found.schema.equals(expected.schema, check_metadata=True)
+    assert repr(found.to_pylist()) == repr(expected.to_pylist())  # repr, because NaN is not equal to itself
+
+
+@pytest.mark.parametrize(
+    "value", [{"text": 5}, {"text": "\ud800"}, {"accuracy": "x"}, {"length": 2**31}, {"length": 1.5}, {"other": 1}]
+)  # fmt: skip
+def test_a_value_that_its_column_cannot_hold_is_an_error(value):
+    with pytest.raises(ValueError, match=r"JSON|surrogates"):
+        eval_table([cast("EvalRow", {**ROW, **value})])

@@ -10,7 +10,7 @@ pytest.importorskip("ray")
 from bandpo_cli.errors import UserError
 from bandpo_cli.sweeps.scheduler import RayPool
 from tests.processes.checks import wait_for
-from tests.sweeps.test_pool import log_of, wait
+from tests.sweeps.test_scheduler import log_of, wait
 
 
 @pytest.mark.slow

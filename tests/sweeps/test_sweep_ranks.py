@@ -1,20 +1,26 @@
-"""Sweeps of runs with several ranks: slots, commands, the plan on disk, and what is refused."""
+"""Execution of a sweep: runs at a time, runs with several ranks, resumes, and its MLflow run."""
 
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import yaml
 
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.experiments import sweep
 from bandpo_cli.experiments import sweep as run_sweep
-from bandpo_cli.sweeps import estimate
+from bandpo_cli.reports.compare_variants import Report
+from bandpo_cli.storage.sweep_folder import SweepFolder
+from bandpo_cli.sweeps import estimate, sweep_run
 from bandpo_cli.sweeps.scheduler import LocalPool
-from bandpo_cli.sweeps.sweep_plan import SweepPlan, plan_sweep
-from bandpo_cli.sweeps.sweep_run import Executor, SweepInfo, dry_run_info
+from bandpo_cli.sweeps.sweep_plan import SweepConfig, SweepPlan, plan_sweep
+from bandpo_cli.sweeps.sweep_run import Executor, SweepInfo, dry_run_info, open_mlflow_run, send_report
+from bandpo_cli.tracking.mlflow_store import Store, sqlite_uri
+from tests.reports.sweep_folders import edit_line, report_of, write_sweep
 
 MODULE = sys.modules[run_sweep.__module__]
 """The package has the function in place of its module."""
@@ -31,7 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, gpus: str, cores: int = 8) -> None:
     monkeypatch.setattr(MODULE, "usable_cores", lambda: cores)
 
 
-def test_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_at_a_time(tmp_path, monkeypatch):
     request = request_of(tmp_path)
     for gpus, jobs, ranks, slots, threads in (
         ("0,1,2,3", None, 2, 2, 2),
@@ -46,7 +52,7 @@ def test_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert (info.slots, info.threads, info.ranks) == (slots, threads, ranks or 1)
 
 
-def test_runs_that_cannot_be_divided_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_cannot_be_divided_are_refused(tmp_path, monkeypatch):
     machine(monkeypatch, "")
     request, executor = request_of(tmp_path, "0"), Executor(gpus_per_run=65)
     refused = pytest.raises(ConfigError, match=r"--gpus-per-run 65: sampling.prompts = 64: .* at most 64 ra")
@@ -87,7 +93,7 @@ def commands(
     return RecordedPool.started, callback.start.call_args.args[0]
 
 
-def test_a_resume_takes_as_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_takes_as_many_gpus(tmp_path, monkeypatch):
     machine(monkeypatch, "4,5,6,7")
     ((command, variables),), _ = commands(monkeypatch, request_of(tmp_path, "0"), 2, tmp_path)
     assert command[command.index("--nproc") + 1] == "2"
@@ -106,7 +112,7 @@ def test_a_resume_takes_as_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyP
         commands(monkeypatch, "s", None, tmp_path)
 
 
-def test_the_trial_has_as_many_ranks_as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_has_as_many_ranks_as_a_run(tmp_path, monkeypatch):
     run = mock.Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(estimate.subprocess, "run", run)
     [config] = request_of(tmp_path, "0").runs.values()
@@ -116,3 +122,59 @@ def test_the_trial_has_as_many_ranks_as_a_run(tmp_path: Path, monkeypatch: pytes
     commands = [call.args[0] for call in run.call_args_list]
     assert "--nproc" not in commands[0]
     assert commands[1][-2:] == ["--nproc", "2"]
+
+
+def test_a_resume_has_as_many_runs_at_a_time_unless_the_number_is_given(tmp_path, monkeypatch):
+    jobs: list[int | None] = []
+    monkeypatch.setattr(sweep_run, "_run_pending", lambda folder, executor, *_: jobs.append(executor.jobs))
+    config = SweepConfig(seeds=(0, 1))
+    sweep(config, executor=sweep_run.Executor(jobs=1), runs_dir=tmp_path, name="one")
+    sweep(config, runs_dir=tmp_path, name="default")
+    for name in ("one", "default"):
+        sweep(name, runs_dir=tmp_path)
+    sweep("one", executor=sweep_run.Executor(jobs=2), runs_dir=tmp_path)
+    assert jobs == [1, None, 1, None, 2]
+
+
+def execute(sweep: SweepFolder, store: Store, report: Report) -> Any:
+    """Execute the sweep without runs, and return its MLflow run and a client."""
+    from mlflow.tracking import MlflowClient
+
+    sender, run_id = open_mlflow_run(sweep, store)
+    assert sender is not None
+    assert run_id is not None
+    send_report(sender, store.experiment, sweep, "FINISHED", report)
+    client = MlflowClient(tracking_uri=store.uri, registry_uri=store.uri)
+    return client, client.get_run(run_id)
+
+
+@pytest.mark.slow
+def test_the_leaderboard_and_a_description_after_a_resume(tmp_path, empty_database):
+    """The variant `clip` has the name of a section of the runs' metrics. At step 0 MLflow shows a bar, else a curve."""
+    database = Path(shutil.copy(empty_database, tmp_path))
+    store = Store(sqlite_uri(database), "bandpo", (tmp_path / "files").as_uri())
+    path = write_sweep(tmp_path / "runs" / "methods", {"clip": {0: 0.3, 1: 0.5}, "band": {0: 0.75, 1: 0.25}})
+    (path / "plans").mkdir()
+    for folder in path.glob("*-s?"):
+        shutil.copy(folder / "config.yaml", path / "plans" / f"{folder.name}.yaml")
+    sweep = SweepFolder.open(tmp_path / "runs", "methods")
+    client, run = execute(sweep, store, report_of(sweep.path))
+    assert {name.rpartition("/")[0] for name in run.data.metrics} == {"sweep/clip", "sweep/band"}
+    assert run.data.metrics["sweep/clip/accuracy"] == pytest.approx((0.3 + 0.5) / 2)
+    assert run.data.metrics["sweep/band/accuracy"] == pytest.approx((0.75 + 0.25) / 2)
+    (point,) = client.get_metric_history(run.info.run_id, "sweep/clip/accuracy")
+    assert point.step == 0
+    description = run.data.tags["mlflow.note.content"]
+    assert "| band | 2 | 0.500" in description
+    assert "| clip (baseline) | 2 | 0.400" in description
+    assert {"sweep.yaml", "report"} == {file.path for file in client.list_artifacts(run.info.run_id)}
+
+    edit_line(sweep.path / "clip-s0", -1, **{"eval/countdown/mean_at_16": 0.1})
+    _, resumed = execute(sweep, store, report_of(sweep.path))
+    assert resumed.info.run_id == run.info.run_id
+    assert resumed.data.metrics["sweep/clip/accuracy"] == pytest.approx((0.1 + 0.5) / 2)
+    assert "| clip (baseline) | 2 | 0.300" in resumed.data.tags["mlflow.note.content"]
+
+    client.set_tag(run.info.run_id, "mlflow.note.content", "the second attempt")
+    _, again = execute(sweep, store, report_of(sweep.path))
+    assert again.data.tags["mlflow.note.content"] == "the second attempt"

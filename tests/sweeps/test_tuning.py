@@ -63,7 +63,7 @@ def settings_of(runs_dir: Path, config: SweepConfig) -> Mapping[str, tuple[float
     }
 
 
-def test_each_group_has_the_settings_with_the_best_mean_and_new_seeds(runs_dir: Path) -> None:
+def test_each_group_has_the_settings_with_the_best_mean_and_new_seeds(runs_dir):
     options = {"tuned_on": "tuning", "seeds": "0,1,2", "baseline": "clip"}
     request = plan_sweep(None, {}, [], options, [{"steps": 7}], runs_dir)
     names = [f"{variant}-s{seed}" for seed in (0, 1, 2) for variant in ("clip", "kl")]
@@ -77,7 +77,7 @@ def test_each_group_has_the_settings_with_the_best_mean_and_new_seeds(runs_dir: 
     assert request.notes()[1][1] == note
 
 
-def test_the_plan_on_disk_says_how_the_settings_were_chosen(runs_dir: Path) -> None:
+def test_the_plan_on_disk_says_how_the_settings_were_chosen(runs_dir):
     request = plan_from_config(SweepConfig(tuned_on="tuning"), [], runs_dir)
     folder = SweepFolder.create(runs_dir, "tested", request.runs, request.baseline, request.about)
     assert [run.variant for run in SweepFolder.open(runs_dir, "tested").runs] == ["clip", "kl"]
@@ -95,14 +95,14 @@ def test_the_plan_on_disk_says_how_the_settings_were_chosen(runs_dir: Path) -> N
     assert read_tuning(SweepFolder.read(runs_dir / "tuning")) is None
 
 
-def test_the_area_can_decide(runs_dir: Path) -> None:
+def test_the_area_can_decide(runs_dir):
     """In between, the accuracy is 0.9 minus the final one, so that the order of the areas is the opposite."""
     config = SweepConfig(tuned_on="tuning", tuned_by="area")
     assert settings_of(runs_dir, config) == {"clip": (1e-4, None), "kl": (1e-5, 0.02)}
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_an_arm_with_a_failed_or_stopped_run_is_not_chosen(runs_dir: Path, stopped: bool) -> None:
+def test_an_arm_with_a_failed_or_stopped_run_is_not_chosen(runs_dir, stopped):
     set_status(runs_dir, "clip-lr=1e-05-s100", "KILLED" if stopped else "FAILED")
     if stopped:
         SweepFolder.open(runs_dir, "tuning").record_stopped("clip-lr=1e-05-s100", "far behind")
@@ -124,15 +124,13 @@ def test_an_arm_with_a_failed_or_stopped_run_is_not_chosen(runs_dir: Path, stopp
         (None, None, {"baseline": "clipp"}, "baseline = 'clipp': no variant of that name.*clip, kl"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_one_line(
-    runs_dir: Path, run: str | None, status: str | None, config: dict[str, object], message: str
-) -> None:
+def test_what_cannot_be_used_is_one_line(runs_dir, run, status, config, message):
     if run is not None:
         set_status(runs_dir, run, status)
     with pytest.raises(ConfigError, match=message):
         plan_from_config(SweepConfig(**{"tuned_on": "tuning", **config}), [], runs_dir)
 
 
-def test_axes_beside_a_tuning_sweep_are_refused(runs_dir: Path) -> None:
+def test_axes_beside_a_tuning_sweep_are_refused(runs_dir):
     with pytest.raises(ConfigError, match="axes: the variants are those of tuned_on = tuning; remove one"):
         plan_sweep(None, {"optim.lr": "1e-5"}, [], {"tuned_on": "tuning"}, [], runs_dir)

@@ -189,19 +189,6 @@ def test_a_server_that_is_killed_and_restarted_during_the_run(server, folder, ca
     assert "cannot be reached" in message
 
 
-def test_a_server_that_is_stopped_for_longer_than_the_request_timeout(server, folder, caplog, monkeypatch):
-    """The server handles the request in its socket after it continues, long after the tracker's timeout."""
-
-    def proceed() -> None:
-        wait_for(lambda: caplog.messages)
-        server.send(signal.SIGCONT)
-
-    stop = interrupt(server, folder, lambda: server.send(signal.SIGSTOP))
-    track_steps(folder, server, {4: stop, 8: proceed})
-    assert 1 <= len(caplog.messages) <= 2
-    sync(server, folder, monkeypatch)
-
-
 def test_a_server_that_is_stopped_at_the_end_of_the_run_gets_the_rest_by_sync(
     server, folder, caplog, monkeypatch
 ):

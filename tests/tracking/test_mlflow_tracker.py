@@ -1,4 +1,4 @@
-"""MLflow gets the complete record if it can be reached; if not, the run prints one warning."""
+"""MLflow gets the complete record, in its units and limits; if it cannot be reached, the run prints one warning."""
 
 import logging
 import socket
@@ -8,18 +8,33 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 
-from bandpo_cli.callbacks import RunResult
 from bandpo_cli.config.run import TrackingConfig
+from bandpo_cli.processes import watch
+from bandpo_cli.storage.files import wait_for_lock
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking import outages
-from bandpo_cli.tracking.mlflow_store import Store, tracking_store, ui_text
+from bandpo_cli.tracking.mlflow_store import Store, create_sqlite_store, tracking_store, ui_text
 from bandpo_cli.tracking.mlflow_tracker import MlflowTracker
-from bandpo_cli.tracking.outages import TrackerCallback
+from bandpo_cli.tracking.sender import RunSender
+from bandpo_cli.tracking.trackers import Point, Sent, finite_metrics
 from bandpo_cli.types import RunStatus
-from tests.tracking.tracked import check_complete, client_of, history, runs_at, track, write_settings
+from tests.processes.checks import wait_for
+from tests.storage.test_run_folder import holder
+from tests.tracking.tracked import (
+    check_complete,
+    client_of,
+    end_tracker,
+    history,
+    runs_at,
+    start_tracker,
+    track,
+    write_settings,
+)
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it refuses at once
 
@@ -182,6 +197,117 @@ def test_runs_that_start_together_share_a_new_database_and_print_nothing_of_mlfl
     assert all(len(history(store.uri, there.info.run_id, "a")) == 20 for there in runs.values())
 
 
-def test_finishing_a_run_that_never_started_prints_nothing(run, caplog):
-    TrackerCallback("mlflow", TrackingConfig(uri=NOWHERE)).end(RunResult(run.path, "FAILED", []))
-    assert caplog.messages == []
+KIND = "mlflow.experimentKind"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return tracking_store(TrackingConfig(), tmp_path, {})
+
+
+@pytest.fixture
+def client(store: Store) -> Any:
+    create_sqlite_store(store.uri)
+    return client_of(store.uri)
+
+
+@pytest.mark.parametrize(
+    ("existing", "kind"),
+    [
+        (None, "custom_model_development"),  # one of those that MLflow's pages know
+        ({"mine": "1"}, "custom_model_development"),
+        ({KIND: "genai_development"}, "genai_development"),
+        ({KIND: ""}, ""),
+    ],
+)
+def test_the_kind_of_an_experiment_is_model_training_unless_a_user_has_chosen_one(
+    store, client, run, existing, kind
+):
+    if existing is not None:
+        client.create_experiment("bandpo", store.artifact_location, tags=existing)
+    RunSender("mlflow", run.path, store).send()
+    assert {**(existing or {}), KIND: kind}.items() <= client.get_experiment_by_name("bandpo").tags.items()
+
+
+def test_a_server_that_refuses_the_kind_gets_the_run(store, client, run, monkeypatch):
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+    def refuse(self: Any, *_: Any) -> None:
+        raise MlflowException("no permission")
+
+    client.create_experiment("bandpo", store.artifact_location)
+    monkeypatch.setattr(MlflowClient, "set_experiment_tag", refuse)
+    RunSender("mlflow", run.path, store).send()
+    assert KIND not in client.get_experiment_by_name("bandpo").tags
+    assert list(runs_at(store.uri)) == ["first"]
+
+
+class Client:
+    """Stand-in for MLflow's client that records the calls of `log_batch`."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[tuple[str, float, int, int]]] = []
+
+    def log_batch(self, run_id: str, metrics: list[Any], synchronous: bool) -> None:
+        assert (run_id, synchronous) == ("run", True)
+        self.batches.append([(metric.key, metric.value, metric.timestamp, metric.step) for metric in metrics])
+
+
+def tracker_of(client: Client) -> MlflowTracker:
+    """Return the tracker of a run that has no metrics."""
+    tracker = MlflowTracker.__new__(MlflowTracker)
+    tracker._client, tracker.run_id, tracker._names, tracker._histories = client, "run", set(), {}
+    return tracker
+
+
+def test_a_metric_has_its_step_and_its_time_and_no_call_has_more_metrics_than_mlflow_allows():
+    """The time is in milliseconds; MLflow refuses a batch of more than 1000 metrics."""
+    client = Client()
+    records = [{"step": 3, "eval/a/mean@16": 0.5, "ratio/max": None}, {"step": 4, "eval/a/mean@16": 0.75}]
+    points = [Point(record["step"], record["step"] * 1000, finite_metrics(record)) for record in records]
+    assert tracker_of(client).send(points) == Sent(new=2, there=0, differing=0)
+    assert client.batches == [[("eval/a/mean_at_16", 0.5, 3000, 3), ("eval/a/mean_at_16", 0.75, 4000, 4)]]
+    client.batches.clear()
+    names = [f"m{index}" for index in range(30)]
+    points = [Point(step, 0, dict.fromkeys(names, 0.5)) for step in range(70)]
+    assert tracker_of(client).send(points).new == 2100
+    assert list(map(len, client.batches)) == [1000, 1000, 100]
+    sent = [(key, step) for batch in client.batches for key, _, _, step in batch]
+    assert sent == [(name, step) for step in range(70) for name in names]
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_answer_is_named(run, monkeypatch, caplog):
+    """It accepts the connection and sends nothing; its password is not in the line."""
+    monkeypatch.setattr(watch, "stall_after", 0.3)
+    monkeypatch.setattr(outages, "UNREACHABLE_GRACE_S", 0.1)
+    write_settings(run)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        uri = f"http://user:word@127.0.0.1:{server.getsockname()[1]}"
+        tracker = start_tracker(Store(uri, "bandpo", None), run.path)
+        wait_for(lambda: caplog.messages)
+        end_tracker(tracker, run)
+    line = caplog.messages[0]
+    assert line.startswith("waiting for MLflow at http://***@127.0.0.1:")
+    assert "to send it later: bandpo sync" in line
+    assert "word" not in line
+
+
+@pytest.mark.slow
+def test_a_lock_of_another_process_is_named_and_acquired_after_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(watch, "stall_after", 0.3)
+    acquired = []
+
+    def acquire() -> None:
+        with wait_for_lock(tmp_path / ".lock"):
+            acquired.append(True)
+
+    with holder(tmp_path):
+        thread = Thread(target=acquire)
+        thread.start()
+        wait_for(lambda: caplog.messages)
+        assert not acquired
+    thread.join(60)
+    assert acquired
+    assert caplog.messages[0].startswith(f"waiting for the lock {tmp_path / '.lock'} since ")

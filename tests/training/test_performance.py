@@ -9,11 +9,20 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.metric_names import TOTALS
 from bandpo_cli.models.load import load_policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.training.performance import PEAK_FLOPS, PackedWork, RunTotals, StepTimer, peak_flops
+from bandpo_cli.training.performance import (
+    PEAK_FLOPS,
+    PackedWork,
+    RunTotals,
+    StepTimer,
+    peak_flops,
+    sampling_rows,
+)
 from bandpo_cli.training.rollout_batches import SampledGroups
+from bandpo_cli.types import CORRECT, Completion, Group, Insertion, Problem, Rollout
 from tests.training.recording import Recording
 
 ROWS = [Row([1] * 30, [[2] * 5, [3] * 9]), Row([1] * 23, [[2] * 14])]
@@ -131,3 +140,67 @@ def test_a_mixture_of_experts_has_no_utilisation(monkeypatch: pytest.MonkeyPatch
     assert PackedWork(policy.model).peak == PEAK_FLOPS["H100"]
     monkeypatch.setattr(policy.model.config, "num_local_experts", 8, raising=False)
     assert PackedWork(policy.model).peak is None
+
+
+def test_the_totals_are_the_sums_over_the_steps(recorded: Recording, policy: Any) -> None:
+    """The tokens of the samples, and of FLOPs the passes of sampling at least; a step is a forward pass more than 3."""
+    tokens, work = 0, PackedWork(recorded.components.policy.model)
+    flops = 0.0
+    assert [recorded.line(0)[name] for name in TOTALS[:3]] == [0, 0, 0]
+    for step in range(1, 6):
+        line, before = recorded.line(step), recorded.line(step - 1)
+        table = pq.read_table(recorded.folder.path / "samples" / f"step-{step:06d}.parquet")
+        tokens += sum(table["length"].to_pylist())
+        assert line["compute/sampled_tokens"] == line["compute/trained_tokens"] == tokens
+        rows = [
+            (len(group[0].prompt_ids), *(len(item.completion.token_ids) for item in group))
+            for group in recorded.steps[step].training_groups()
+        ]
+        sampling, taken = work.flops_of(rows), line["compute/flops"] - flops
+        assert 2 * sampling < taken <= 5 * sampling, (
+            "sampling, and at most an old-policy pass and 3 of the update"
+        )
+        flops = line["compute/flops"]
+        seconds = line["time/step"] - line.get("time/eval", 0) - line.get("time/checkpoint", 0)
+        assert line["time/total"] - before["time/total"] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("prompt_once", "rows"), [(True, [(10, 5, 9)]), (False, [(10, 5), (10, 4), (17, 2)])]
+)
+def test_a_prompt_and_the_turns_before_are_computed_once_or_each_time(
+    prompt_once: bool, rows: list[tuple[int, ...]]
+) -> None:
+    """The second completion has 4 tokens, 3 inserted ones after them, and 2 more."""
+    completions = [
+        Completion([1] * 5, [0.0] * 5, "stop", 0),
+        Completion([1] * 6, [0.0] * 6, "stop", 0, inserted=(Insertion(4, (7, 8, 9)),)),
+    ]
+    problem = Problem("a", "prompt", "1", "a", "math")
+    rollouts = [Rollout(problem, "", (1,) * 10, item, "", CORRECT) for item in completions]
+    assert [*sampling_rows([Group(problem, tuple(rollouts))], prompt_once)] == rows
+
+
+def test_totals_continue_from_the_record_and_are_left_out_if_it_has_none() -> None:
+    totals = RunTotals([{"step": 3, **dict.fromkeys(TOTALS, 7)}])
+    assert totals.add({"compute/flops": 2.0}) == {**dict.fromkeys(TOTALS, 7), "compute/flops": 9.0}
+    assert RunTotals([]).add({}) == dict.fromkeys(TOTALS, 0)
+    assert RunTotals([{"step": 3}]).add({"compute/flops": 2.0}) == {}, "an earlier version began the run"
+
+
+def test_of_a_mixture_of_experts_the_active_weights_count(policy: Any) -> None:
+    """2 of 8 experts of 5 × 6 weights, and a router of 8 × 6."""
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts, self.router = torch.nn.Parameter(torch.zeros(8, 5, 6)), torch.nn.Linear(6, 8)
+
+    config = SimpleNamespace(num_local_experts=8, num_experts_per_tok=2, hidden_size=6, num_hidden_layers=1)
+    config.get_text_config = lambda: config
+    head = torch.nn.Linear(6, 3)
+    model = SimpleNamespace(
+        base_model=Layers(), config=config, device=torch.device("cpu"), dtype=torch.float32,
+        get_output_embeddings=lambda: head,
+    )  # fmt: skip
+    assert PackedWork(model).flops_of([(1, 0)]) == 2 * (2 * 5 * 6 + 8 * 6)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from tests.vllm.test_sampling import PARAMS, PROMPTS, gap
 pytestmark = pytest.mark.vllm
 
 
-def test_model_that_vllm_cannot_run_raises_a_one_line_error() -> None:
+def test_model_that_vllm_cannot_run_raises_a_one_line_error():
     """No attention kernel supports a head dimension of 6."""
     policy = random_policy("llama")
     policy.model.config.head_dim = 6
@@ -34,7 +34,7 @@ def test_model_that_vllm_cannot_run_raises_a_one_line_error() -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need two cores")
-def test_engine_with_two_worker_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_two_worker_processes(monkeypatch):
     """As with two GPUs: weights reach both workers, each reports its version, and the log-probs are correct."""
     first, second, *_ = sorted(os.sched_getaffinity(0))
     # By default vLLM runs one CPU worker per NUMA node.
@@ -58,7 +58,7 @@ def test_engine_with_two_worker_processes(monkeypatch: pytest.MonkeyPatch) -> No
     sampler.close()
 
 
-def test_an_engine_process_runs_the_weights_of_the_last_sync() -> None:
+def test_an_engine_process_runs_the_weights_of_the_last_sync():
     """With its checks, and the same completions in a stream."""
     settings = {"model": {"device": "cpu"}, "sampling": SAMPLING | {"engine": "vllm", "max_lag": 1}}
     config = RunConfig.model_validate(settings)

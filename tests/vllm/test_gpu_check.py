@@ -1,7 +1,5 @@
 """The checks of sampling in `make gpu-check`, with small shapes on a CPU."""
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("vllm")
@@ -16,7 +14,7 @@ from tests.scripts.race_lane import RecordingLane
 pytestmark = pytest.mark.vllm
 
 
-def test_syncs_and_decoding_steps_of_one_engine_are_measured(tmp_path: Path) -> None:
+def test_syncs_and_decoding_steps_of_one_engine_are_measured(tmp_path):
     work = Work("cpu", True, tmp_path)
     measured = engines.check_vllm(work)
     assert measured.shortfalls == []
@@ -29,7 +27,7 @@ def test_syncs_and_decoding_steps_of_one_engine_are_measured(tmp_path: Path) -> 
         assert 0 < in_python < decoding[f"ms_per_step_{count}"], "the model has its part of a step"
 
 
-def test_bandpo_trains_the_blocks_of_the_race(tmp_path: Path) -> None:
+def test_bandpo_trains_the_blocks_of_the_race(tmp_path):
     lane = RecordingLane()
     run_bandpo(RaceWork("cpu", True, tmp_path), "0.5b", lane, blocks=2)  # type: ignore[arg-type]
     assert lane.waits == [None, "ready"]
@@ -37,9 +35,7 @@ def test_bandpo_trains_the_blocks_of_the_race(tmp_path: Path) -> None:
     assert all(phases.keys() == set(PHASES["bandpo"]) for phases in lane.phases)
 
 
-def test_rewards_of_both_orders_of_grading_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rewards_of_both_orders_of_grading_are_compared(tmp_path, monkeypatch):
     """With the engine that starts at once; test_training_run.py grades while vLLM samples."""
     monkeypatch.setattr(engines, "_vllm_settings", lambda work: {"engine": "transformers"})
     monkeypatch.setattr(engines, "SLOW_GRADER", GRADER)

@@ -66,14 +66,14 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return run
 
 
-def test_a_resumed_run_continues_its_metrics(resumed: RunFolder) -> None:
+def test_a_resumed_run_continues_its_metrics(resumed):
     lines = resumed.read_metrics()
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(0 < line["sampler/logprob_gap_max"] <= 1e-4 for line in lines[1:])
     assert all(line["time/sync"] > 0 for line in lines[1:])
 
 
-def test_an_evaluation_agrees_with_one_of_the_transformers_engine(resumed: RunFolder, tmp_path: Path) -> None:
+def test_an_evaluation_agrees_with_one_of_the_transformers_engine(resumed, tmp_path):
     """Within the confidence interval: the engines sample other completions."""
     options = {"n": 8, "limit": 24, "sampler": "transformers", "settings": [{"tracking": {"mlflow": False}}]}
     result = evaluate("embedded", runs_dir=tmp_path, **options)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def trained(ranks: Ranks, folder: Path) -> dict[str, Any]:
     return {"lines": lines, "weights": weights, "gap": gap}
 
 
-def test_two_ranks_train_as_one(resumed: RunFolder, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one(resumed, tmp_path):
     """The policy of two ranks is sharded, and each engine gets its weights one tensor at a time.
 
     The ranks are forks of this process, which has imported vLLM. They grade after sampling.
@@ -121,7 +121,7 @@ def test_two_ranks_train_as_one(resumed: RunFolder, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_conversations_train_as_by_hand(tmp_path: Path, ranks: int) -> None:
+def test_conversations_train_as_by_hand(tmp_path, ranks):
     """With the tool of the calculator task. The two ranks are new processes."""
     config = config_of(sampling=SETTINGS["sampling"] | {"prompts": 8})
     if ranks == 1:

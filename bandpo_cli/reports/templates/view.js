@@ -373,15 +373,15 @@ function curves() {
   const names = [...new Set(data.sources.flatMap((source) => source.curves.map((curve) => curve.name)))];
   for (const name of names) {
     const lines = data.sources.map((source) => source.curves.find((curve) => curve.name === name));
-    const [steps, values] = ["steps", "values"].map((key) => lines.flatMap((line) => line?.[key] ?? []));
-    const low = Math.min(...values), high = Math.max(...values), last = Math.max(...steps, 1), first = Math.min(...steps);
-    const x = (step) => (100 * (step - first)) / Math.max(1, last - first), y = (value) => 38 - (36 * (value - low)) / (high - low || 1);
-    const step = data.sources[0].step, svg = drawing("svg", { viewBox: "0 0 100 40", preserveAspectRatio: "none", role: "img", "aria-label": `${name} over steps ${first} to ${last}, from ${show(low, 3)} to ${show(high, 3)}` });
+    const [places, values] = ["places", "values"].map((key) => lines.flatMap((line) => line?.[key] ?? []));
+    const low = Math.min(...values), high = Math.max(...values), last = Math.max(...places), first = Math.min(...places);
+    const x = (place) => (100 * (place - first)) / (last - first || 1), y = (value) => 38 - (36 * (value - low)) / (high - low || 1);
+    const place = data.sources[0].place, svg = drawing("svg", { viewBox: "0 0 100 40", preserveAspectRatio: "none", role: "img", "aria-label": `${name} over ${data.axis} ${show(first, 6)} to ${show(last, 6)}, from ${show(low, 3)} to ${show(high, 3)}` });
     for (const line of lines) {
-      svg.append(drawing("path", { d: (line?.steps ?? []).map((step, i) => `${i ? "L" : "M"}${x(step).toFixed(2)} ${y(line.values[i]).toFixed(2)}`).join("") }));
+      svg.append(drawing("path", { d: (line?.places ?? []).map((place, i) => `${i ? "L" : "M"}${x(place).toFixed(2)} ${y(line.values[i]).toFixed(2)}`).join("") }));
     }
-    svg.append(drawing("line", { x1: x(step), x2: x(step), y1: 0, y2: 40 }));
-    const caption = element("figcaption", {}, name, element("span", { className: "range", textContent: `${show(low, 2)} – ${show(high, 2)}` }));
+    svg.append(drawing("line", { x1: x(place), x2: x(place), y1: 0, y2: 40 }));
+    const caption = element("figcaption", {}, data.axis === "steps" ? name : `${name} over ${data.axis}`, element("span", { className: "range", textContent: `${show(low, 2)} – ${show(high, 2)}` }));
     byId("curves").append(element("figure", {}, caption, svg));
   }
 }
