@@ -31,12 +31,14 @@ from bandpo_cli.errors import RunError, SignalExit, UserError, plural
 
 if TYPE_CHECKING:
     from bandpo_cli.storage.sweep_folder import SweepRun
+    from bandpo_cli.sweeps.power import Components, PlanRow
     from bandpo_cli.sweeps.sweep_run import States, SweepInfo, SweepResult
 
 _EXECUTION = {
     "--resume", "--jobs", "--gpus-per-run", "--stop-behind", "--executor", "--ray-address", "--runs-dir", "--x"
 }  # fmt: skip
 """The options that say how runs are executed, and not which."""
+_OF_POWER = {"--power", "--pilot", "--baseline", "--jobs", "--runs-dir"}
 
 
 @opt.takes_settings
@@ -67,6 +69,8 @@ def sweep(
     runs_dir: opt.RunsDir = opt.RUNS,
     tracking: opt.Tracking,
     dry_run: Annotated[bool, opt.option()] = False,
+    power: Annotated[float | None, opt.option("DIFFERENCE")] = None,
+    pilot: Annotated[Path | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
     resume: Annotated[str | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
 ) -> None:
     """Run every combination of the given values as an ordinary run, in one folder.
@@ -93,6 +97,9 @@ def sweep(
 
     [bold]bandpo sweep sweep.yaml[/bold]  axes, named variants and exclusions from a file
 
+    [bold]bandpo sweep --power 0.02 --pilot NAME[/bold]  the seeds and problems that show
+    a difference of 0.02, and the time they take
+
     [bold]bandpo sweep --resume NAME[/bold]  after Ctrl-C, a crash or a failed run
 
     Args:
@@ -114,8 +121,19 @@ def sweep(
         ray_address: A running Ray cluster, or auto.
         name: Name of the sweep's folder.
         dry_run: Print the runs and the estimate of the time, and stop.
+        power: Run nothing; print how many seeds and problems show this difference of accuracy.
+        pilot: For --power: a finished sweep, whose results show the spread.
         resume: Resume a sweep: runs that are not finished are executed again.
     """
+    if (power is None) != (pilot is None):
+        missing = "--pilot NAME, a finished sweep with two or more seeds" if pilot is None else "--power 0.02"
+        raise UserError(f"{'--power' if pilot is None else '--pilot'}: goes with {missing}")
+    if power is not None and pilot is not None:
+        opt.refuse_with(context, "--power", "the pilot has the settings", lambda name: name not in _OF_POWER)
+        from bandpo_cli.sweeps.power import plan_power
+
+        print_power(open_console(), *plan_power(pilot, power, runs_dir, jobs, baseline), power)
+        return
     from bandpo_cli.config.layers import nest, read_assignments, read_config
     from bandpo_cli.experiments import sweep as run_sweep
     from bandpo_cli.storage.run_folder import shell_command
@@ -157,6 +175,22 @@ def sweep(
     if result.failures:
         again = shell_command("sweep --resume", result.folder, runs_dir)
         raise RunError(f"{len(result.failures)} of {result.runs} runs failed; try them again: {again}")
+
+
+def print_power(
+    console: Console, size: str, components: Components, rows: Sequence[PlanRow], difference: float
+) -> None:
+    """Print the spreads of a pilot by their cause, and the seeds that show a difference by number of problems."""
+    print_line(console, f"{size}; standard deviations of a difference:", "pilot")
+    names = "between seeds", "between problems", "of a problem in a seed", "  of its completions alone"
+    print_rows(console, [(name, f"{var**0.5:.3f}") for name, var in zip(names, components, strict=True)], 27)
+    print_line(console, f"seeds that show a difference of {difference:g} with a probability of 80%:")
+    table = make_table(">problems", ">seeds", ">90% interval", ">for other problems", ">runs", ">time")
+    for row in rows:
+        other = "–" if row.seeds_elsewhere is None else f"{row.seeds_elsewhere:,}"
+        counts = f"{row.problems:,}", f"{row.seeds:,}", f"{row.low:,} to {row.high:,}", other, f"{row.runs:,}"
+        table.add_row(*counts, format_duration(row.seconds))
+    console.print(table)
 
 
 _LINES_EVERY_S = 60.0

@@ -152,6 +152,11 @@ MISTAKES: dict[str, list[str]] = {
     "sweep --delta 0.1,0.2 --baseline 0.3": ["baseline = '0.3'", "variants: 0.1, 0.2"],
     "sweep --resume none --steps 3": ["--resume", "leave out --steps"],
     "sweep --gpus-per-run 0 --seeds 0": ["--gpus-per-run", "greater than or equal to 1"],
+    "sweep --power 0.02": ["--power: goes with --pilot NAME", "two or more seeds"],
+    "sweep --pilot my-run": ["--pilot: goes with --power 0.02"],
+    "sweep --power 0.02 --pilot my-run --steps 3": ["--power", "leave out --steps"],
+    "sweep --power 0 --pilot my-run": ["--power 0: a difference of accuracies above 0 and below 1"],
+    "sweep --power 0.02 --pilot my-run": ["--pilot my-run: no finished run"],
     # evaluations
     "eval --model my-rum@3": ["no such run", "did you mean 'my-run'"],
     f"eval --model {LONG}": ["no such run or folder"],
@@ -181,6 +186,8 @@ MISTAKES: dict[str, list[str]] = {
     "eval --samples nowhere.jsonl": ["nowhere.jsonl", "No such file"],
     "eval cmpare a b": ["cmpare", "compare"],
     "eval compare half half": ["no metrics by problem", "finish the evaluation first"],
+    "eval compare half half --margin 0": ["--margin 0: a difference of accuracies above 0 and below 1"],
+    "report my-run --margin=-0.1": ["--margin -0.1: a difference of accuracies above 0"],
     "eval compare my-run my-run": ["not evaluated in training"],
 }  # fmt: skip
 """A command, and parts of the one line that it prints. Nothing is written, and torch is not imported."""
