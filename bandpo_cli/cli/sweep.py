@@ -23,6 +23,7 @@ from bandpo_cli.cli.console import (
     open_console,
     print_line,
     print_rows,
+    print_warnings,
 )
 from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.cli.report import print_report
@@ -151,10 +152,9 @@ def sweep(
         compared = [flag.setting for flag in opt.SETTINGS if flag.sweep == "several values"]
         axes = {key: settings.pop(key) for key in compared if key in settings}
         layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
-        if not (axes or axis or seeds is not None or file is not None or tuned_on is not None):
-            raise UserError(
-                "nothing is swept: give a sweep file or values, as in: --delta 0.01,0.05 --seeds 0,1"
-            )
+        if not (axes or axis or file) and seeds is None and tuned_on is None:
+            example = "--delta 0.01,0.05 --seeds 0,1"
+            raise UserError(f"nothing is swept: give a sweep file or values, as in: {example}")
         options = {
             "seeds": seeds,
             "baseline": baseline,
@@ -226,10 +226,8 @@ class SweepView(ExperimentView):
         self.console.print(plan_table(info), highlight=False)
         finished = len(info.runs) - len(info.pending)
         processes = "" if info.ranks == 1 else f"{info.ranks} processes of "
-        self._print(
-            f"{len(info.runs)} runs{f', {finished} of them finished' if finished else ''}, {info.slots} at a time, "
-            f"{processes}{plural(info.threads, 'thread')} each"
-        )
+        runs = f"{len(info.runs)} runs{f', {finished} of them finished' if finished else ''}"
+        self._print(f"{runs}, {info.slots} at a time, {processes}{plural(info.threads, 'thread')} each")
         if not info.pending:
             return
         needed, free = (size / 1e9 for size in estimate_disk_space(info, self.runs_dir))
@@ -287,8 +285,9 @@ class SweepView(ExperimentView):
         duration = format_duration(time.perf_counter() - self._start)
         self._print(f"{finished} finished{f' in {duration}' if self._info.pending else ''}")
         print_rows(self.console, [("MLflow", result.mlflow or "")], 6)
-        for name, why in result.stopped.items():
-            print_line(self.console, f"{name}: {why}", "stopped early", "yellow")
+        print_warnings(
+            self.console, (f"{name}: {why}" for name, why in result.stopped.items()), "stopped early"
+        )
         for name, why in result.failures.items():
             print_line(self.console, f"{name}: {why}", "failed", "red")
 
@@ -327,18 +326,13 @@ def plan_table(info: SweepInfo) -> Table:
 
     table = make_table("variant", "seeds", ">steps", ">runs")
     for variant, runs in by_variant(info.runs).items():
-        steps = sorted({info.configs[run.name].steps for run in runs})
-        table.add_row(
-            Text(variant), ", ".join(str(run.seed) for run in runs), " ".join(map(str, steps)), str(len(runs))
-        )
+        steps = " ".join(map(str, sorted({info.configs[run.name].steps for run in runs})))
+        table.add_row(Text(variant), ", ".join(str(run.seed) for run in runs), steps, str(len(runs)))
     return table
 
 
 def variants_table(runs: Sequence[SweepRun], states: States) -> Table:
-    """Return one row per variant: finished runs, steps of the running ones, accuracy or reward and entropy so far.
-
-    The accuracy or reward is the held-out one, or that of the last training step if the runs evaluate nothing.
-    """
+    """Return a row per variant; without evaluations, accuracy or reward are of the last training step."""
     from bandpo_cli.storage.sweep_folder import by_variant
 
     known = [state for state in states.values() if state.score is not None]
@@ -379,12 +373,9 @@ def seconds_left(states: States, jobs: int) -> float | None:
     `jobs` runs share the remaining steps, but the time is not shorter than the time of the slowest running run.
     """
     active = [state for state in states.values() if state.status in ("waiting", "running")]
-    left = [state for state in active if state.step < state.steps]
-    timed = [
-        (state.seconds_left, state.steps - state.step) for state in left if state.seconds_left is not None
-    ]
+    left = [(state.steps - state.step, state.seconds_left) for state in active if state.step < state.steps]
+    timed = [(seconds, seconds / steps) for steps, seconds in left if seconds is not None]
     if not timed:
         return None
-    seconds_per_step = fmean(seconds / steps for seconds, steps in timed)
-    steps = sum(state.steps - state.step for state in left)
-    return max(steps * seconds_per_step / jobs, *(seconds for seconds, _ in timed))
+    steps, per_step = sum(steps for steps, _ in left), fmean(seconds for _, seconds in timed)
+    return max(steps * per_step / jobs, *(seconds for seconds, _ in timed))

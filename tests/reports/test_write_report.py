@@ -156,7 +156,8 @@ def test_one_seed_has_no_interval_in_any_output(tmp_path):
     assert {difference.verdict for difference in report.differences} == {"one seed: no test"}
     assert (
         report.finding
-        == "kl 0.02 has the highest held-out accuracy, 0.600 (1 seed); a test needs a baseline and two common seeds with different values."
+        == "kl 0.02 has the highest held-out accuracy, 0.600 (1 seed); a test needs a baseline and two common "
+        "seeds with different values."
     )
     assert "±" not in (sweep / "report" / "report.md").read_text()
 
