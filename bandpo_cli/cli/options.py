@@ -330,9 +330,14 @@ def takes_settings(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(**values: Any) -> Any:
         for name, flags in groups.items():
             given = {flag: values.pop(flag.parameter) for flag in flags}
-            values[name] = {
+            settings = {
                 flag.setting: flag.read(value, command) for flag, value in given.items() if value is not None
             }
+            grader = settings.get("task.grader")
+            if command == "train" and grader is not None and grader in GRADERS and GRADERS[grader].is_control:
+                # The grader of the answers stays, and decides what is correct.
+                settings["task.rewards"] = [{"weight": 0}, settings.pop("task.grader")]
+            values[name] = settings
         return function(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

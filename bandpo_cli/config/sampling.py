@@ -114,6 +114,8 @@ class GradingConfig(Section):
     batch: PositiveInt = 64
     """Completions per call of a reward function that takes lists (TRL's, verl's batch form); those of one problem are
     never split. Such a call has `deadline` seconds per completion."""
+    coin: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Probability of the reward 1 by the grader `random`, for each completion on its own."""
     while_sampling: bool = False
     """Grade completions of a step while vLLM samples the others; no effect with `sampling.max_lag`, which grades in the
     background in any case. Reward functions that take lists get those of fewer problems at a time."""

@@ -44,6 +44,19 @@ FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """The suffixes of the local files that can be read."""
 
 GraderName = Annotated[str, AfterValidator(GRADERS.check_name)]
+
+
+def _check_answer_grader(name: str) -> str:
+    require(
+        name not in GRADERS or not GRADERS[name].is_control,
+        f"'{name}' is a control, which cannot decide what is correct; --grader {name}, or "
+        f"task.rewards: [{{weight: 0}}, {name}], trains on it beside the grader of the answers",
+    )
+    return name
+
+
+AnswerGraderName = Annotated[GraderName, AfterValidator(_check_answer_grader)]
+"""A grader that decides which answers are correct."""
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)]
 """A part of a metric name."""
 AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
@@ -94,7 +107,7 @@ class Source(Section):
     """Keep problems of these levels only (MATH: 1 to 5)."""
     limit: PositiveInt | None = None
     """Keep at most this many problems, evenly spread over the file."""
-    grader: GraderName | None = None
+    grader: AnswerGraderName | None = None
     """Grader of this source's answers; null: the data set's own, `math` for any other source."""
     label: Label | None = None
     """Its name in metrics; by default the name of the data set, or of the file without its suffix."""
@@ -153,6 +166,11 @@ class RewardComponent(Section):
         """The name of the component in metrics and in the columns of the samples."""
         return self.name or ("answer" if self.grader is None else self.grader.rpartition(":")[2])
 
+    @property
+    def is_control(self) -> bool:
+        """Whether evaluations leave it out; see `GraderEntry`."""
+        return self.grader is not None and self.grader in GRADERS and GRADERS[self.grader].is_control
+
 
 class TaskSettings(TaggedSection):
     """Base class of the settings of a task."""
@@ -197,6 +215,12 @@ class TaskSettings(TaggedSection):
         """The tools or the environment; empty for completions of a single turn."""
         return self.tools or ((self.environment,) if self.environment else ())
 
+    @property
+    def evaluated_rewards(self) -> tuple[RewardComponent, ...] | None:
+        """The rewards of evaluations: `rewards` without controls; None for the grader of the answers alone."""
+        kept = tuple(reward for reward in self.rewards or () if not reward.is_control)
+        return kept if any(reward.weight for reward in kept) else None
+
     @field_validator("rewards")
     @classmethod
     def _check_rewards(
@@ -208,6 +232,7 @@ class TaskSettings(TaggedSection):
             rewards, "the list is empty; name at least one grader, or use null for the grader of the task"
         )
         require(all(reward.grader for reward in rewards[1:]), "each entry but the first needs a grader")
+        _check_answer_grader(rewards[0].grader or "")
         require(
             rewards[0].grader is None or "grader" in cls.model_fields,
             "this task has a fixed grader, which must be the first entry; remove `grader` from the first entry",
@@ -269,7 +294,7 @@ class DataTask(TaskSettings):
     that contains {question}. Sources with chat messages keep their messages unchanged."""
     system: str | None = None
     """A system message before the user message."""
-    grader: GraderName | None = None
+    grader: AnswerGraderName | None = None
     """Grader of all answers, those of the evaluation sets too: `math`, `number`, `math-dapo` (the paper's), `gsm8k`,
     ..., or a custom function as module:function. null: the grader of each source. config.yaml has the one of
     all sources here, and different ones in the sources."""

@@ -265,7 +265,7 @@ def _open_source(plan: EvalPlan, events: _Events, stack: ExitStack) -> _Source:
         sample_batches,
         sampler,
         loaded.encoder,
-        partial(grade_components, grader.grade, config.task.rewards),
+        partial(grade_components, grader.grade, config.task.evaluated_rewards),
         loaded.heldout,
         SamplingParams(settings.samples, settings.temperature, config.sampling.max_tokens, loaded.stop_ids),
         settings.batch,

@@ -217,13 +217,14 @@ def problems_by_grader(
 ) -> dict[str, Sequence[Problem]]:
     """Return the problems of every grader by its name; the graders of `rewards` have all problems.
 
-    The reward of an environment has no grader to check.
+    The reward of an environment has no grader to check, and a control none that could fail.
     """
     by_grader: dict[str, list[Problem]] = {}
     for problem in problems:
         if problem.grader != ENVIRONMENT_GRADER:
             by_grader.setdefault(problem.grader, []).append(problem)
-    return by_grader | {reward.grader: problems for reward in rewards or () if reward.grader is not None}
+    checked = (reward for reward in rewards or () if not reward.is_control)
+    return by_grader | {reward.grader: problems for reward in checked if reward.grader is not None}
 
 
 def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
