@@ -396,12 +396,12 @@ def print_comparison(console: Console, result: ComparisonResult, show: int) -> N
         console.print()
         print_line(console, ", ".join([f"{plural(compared.shared, 'problem')} in both", *only]), label)
         table = make_table("", ">A", ">B", ">B − A", ">95% interval", ">detectable", "verdict")
-        for name, (a, b, change, verdict) in compared.metrics.items():
+        for name, (a, b, change, conclusion) in compared.metrics.items():
             texts = [metric_text(name, value) for value in (a, b, change.value)]
             sign = "+" if change.value > 0 and texts[2].strip("0.") else ""  # no sign before a zero
             texts[2:] = f"{sign}{texts[2]}", metric_text(name, change.low, change.high)
-            shown = "–" if verdict.detectable is None else metric_text(name, verdict.detectable)
-            table.add_row(metric_label(name), *texts, shown, verdict.text)
+            shown = "–" if conclusion.detectable is None else metric_text(name, conclusion.detectable)
+            table.add_row(metric_label(name), *texts, shown, conclusion.verdict)
         console.print(table)
         compared_by = "mean reward" if "reward" in compared.metrics else "share of correct completions"
         counts = (

@@ -113,13 +113,7 @@ def train(
 
 
 def _run(plan: Plan, runs_dir: Path, ranks: int, profiler: ProfileCallback | None, dry_run: bool) -> None:
-    """Print the settings, then train with the console view and the signal handlers, and print the summary.
-
-    A dry run prints the settings, the memory and the first prompt of a new run instead.
-
-    Raises:
-        SystemExit: a signal has stopped the run.
-    """
+    """Print the settings, then train and print the summary, or preview a dry run."""
     from bandpo_cli.cli.train_view import TrainView, print_profile, print_summary, settings_rows
     from bandpo_cli.experiments.run import run_plan
 

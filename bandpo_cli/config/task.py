@@ -22,7 +22,13 @@ from pydantic import (
     model_validator,
 )
 
-from bandpo_cli.config.sampling import is_installed
+from bandpo_cli.config.sampling import (
+    AnswerGraderName,
+    Label,
+    RewardComponent,
+    check_answer_grader,
+    is_installed,
+)
 from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import nearest_file, path_exists, user_path
@@ -30,7 +36,6 @@ from bandpo_cli.registries import (
     BUNDLED_MODELS,
     DATA_TASK,
     DATASETS,
-    GRADERS,
     TASKS,
     TEMPLATES,
     generated_tasks,
@@ -43,22 +48,6 @@ from bandpo_cli.settings_validation import NotEmpty, Section, TaggedSection, req
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """The suffixes of the local files that can be read."""
 
-GraderName = Annotated[str, AfterValidator(GRADERS.check_name)]
-
-
-def _check_answer_grader(name: str) -> str:
-    require(
-        name not in GRADERS or not GRADERS[name].is_control,
-        f"'{name}' is a control, which cannot decide what is correct; --grader {name}, or "
-        f"task.rewards: [{{weight: 0}}, {name}], trains on it beside the grader of the answers",
-    )
-    return name
-
-
-AnswerGraderName = Annotated[GraderName, AfterValidator(_check_answer_grader)]
-"""A grader that decides which answers are correct."""
-Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)]
-"""A part of a metric name."""
 AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
 """A single item need not be in a list."""
 
@@ -146,32 +135,6 @@ def _check_slot(template: str) -> str:
     return template
 
 
-class RewardComponent(Section):
-    """One of several rewards: a grader, and the weight of its reward in the sum. A plain string is the grader."""
-
-    grader: GraderName | None = None
-    """null: the grader of the task's answers; only the first of the rewards can leave it out."""
-    weight: float = Field(1.0, allow_inf_nan=False)
-    """Factor of its reward in the sum: negative for a penalty, 0 to record its values without training on them."""
-    name: Label | None = None
-    """Its name in metrics; by default the grader or its function, and `answer` for the task's own grader."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_plain_string(cls, value: Any) -> Any:
-        return {"grader": value} if isinstance(value, str) else value
-
-    @property
-    def label(self) -> str:
-        """The name of the component in metrics and in the columns of the samples."""
-        return self.name or ("answer" if self.grader is None else self.grader.rpartition(":")[2])
-
-    @property
-    def is_control(self) -> bool:
-        """Whether evaluations leave it out; see `GraderEntry`."""
-        return self.grader is not None and self.grader in GRADERS and GRADERS[self.grader].is_control
-
-
 class TaskSettings(TaggedSection):
     """Base class of the settings of a task."""
 
@@ -232,7 +195,7 @@ class TaskSettings(TaggedSection):
             rewards, "the list is empty; name at least one grader, or use null for the grader of the task"
         )
         require(all(reward.grader for reward in rewards[1:]), "each entry but the first needs a grader")
-        _check_answer_grader(rewards[0].grader or "")
+        check_answer_grader(rewards[0].grader or "")
         require(
             rewards[0].grader is None or "grader" in cls.model_fields,
             "this task has a fixed grader, which must be the first entry; remove `grader` from the first entry",

@@ -67,14 +67,11 @@ def batch_arithmetic(config: RunConfig, gpus: int, problems: int) -> list[str]:
 
 def run_script(config: RunConfig, overrides: Overrides) -> str:
     """Return run.sh for verl's settings `overrides`; an MLflow server of the environment precedes `tracking.uri`."""
-    variables, lines, uri = [], [], config.tracking.uri
-    if config.bounds.method == "band":
-        variables.append("VERL_USE_EXTERNAL_MODULES")  # each process of verl imports it
-        lines.append(f"export VERL_USE_EXTERNAL_MODULES={BAND_MODULE}")
-    if config.tracking.with_mlflow:
-        variables.append("MLFLOW_TRACKING_URI")
-        lines.append("DEFAULT_URI=" + ('"sqlite:///$HERE/mlflow.db"' if uri is None else shlex.quote(uri)))
-        lines.append('export MLFLOW_TRACKING_URI="${MLFLOW_TRACKING_URI:-$DEFAULT_URI}"')
+    uri = '"sqlite:///$HERE/mlflow.db"' if config.tracking.uri is None else shlex.quote(config.tracking.uri)
+    variables = {
+        "VERL_USE_EXTERNAL_MODULES": config.bounds.method == "band",  # each process of verl imports it
+        "MLFLOW_TRACKING_URI": config.tracking.with_mlflow,
+    }
     arguments = [
         f'"{key}=$(quoted "$HERE/{value}")"'
         if isinstance(value, InFolder)
@@ -83,15 +80,19 @@ def run_script(config: RunConfig, overrides: Overrides) -> str:
     ]
     # Workers on other machines do not inherit the environment of this script.
     prefix = "+ray_kwargs.ray_init.runtime_env.env_vars"
-    arguments += [f'"{prefix}.{name}=$(quoted "${name}")"' for name in variables]
-    body = " \\\n  ".join(["python3 -m verl.trainer.main_ppo", *arguments, '"$@"'])
-    header = rf"""#!/usr/bin/env bash
-# Runs the experiment of config.yaml on verl {VERL_VERSION}. Arguments are further overrides.
-set -euo pipefail
-HERE="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)"
-quoted() {{ printf "'%s'" "${{1//\'/\\\'}}"; }}  # a text in the syntax of Hydra's overrides
-"""
-    return header + "\n".join([*lines, body, ""])
+    arguments += [f'"{prefix}.{name}=$(quoted "${name}")"' for name, is_set in variables.items() if is_set]
+    return _render("run.sh", module=BAND_MODULE, uri=uri, arguments=arguments, **variables)
+
+
+def _render(template: str, **values: Any) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("bandpo_cli.exports")
+    environment = Environment(
+        loader=loader, undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True
+    )
+    environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
+    return environment.get_template(template).render(version=VERL_VERSION, **values)
 
 
 REWARD_MODULE = '''"""Reward function of this experiment: the graders and rewards of config.yaml."""
@@ -108,29 +109,17 @@ def readme(
     config: RunConfig, overrides: Overrides, differences: Sequence[str], arithmetic: Sequence[str]
 ) -> str:
     """Return README.md: how to run the folder, what differs, the batches, and each setting."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("bandpo_cli.exports"),
-        undefined=StrictUndefined,
-        autoescape=False,
-        keep_trailing_newline=True,
-    )
-    environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
     settings = [
         (key, value, "; ".join(filter(None, (rule.to and f"`{rule.to}`", rule.reason))))
         for key, value in flatten(config.model_dump(mode="json")).items()
         for name, rule in RULES.items()
         if key == name or key.startswith(f"{name}.")
     ]
-    return environment.get_template("README.md").render(
-        method=config.bounds.describe(),
-        version=VERL_VERSION,
-        arithmetic=arithmetic,
-        differences=differences,
-        settings=settings,
-        overrides=[(key.removeprefix("+"), hydra_value(value)) for key, value in overrides.items()],
-    )
+    values = [(key.removeprefix("+"), hydra_value(value)) for key, value in overrides.items()]
+    return _render(
+        "README.md", method=config.bounds.describe(), arithmetic=arithmetic, differences=differences,
+        settings=settings, overrides=values,
+    )  # fmt: skip
 
 
 def hydra_value(value: Any) -> str:

@@ -229,23 +229,6 @@ LR_SCHEDULES = ("constant", "cosine")
 ESTIMATORS = {"group": "grpo", "rloo": "rloo"}
 """verl's `algorithm.adv_estimator` for the values of `objective.advantages` that verl has."""
 
-FIXED: Overrides = {
-    "trainer.use_v1": True,
-    "algorithm.use_kl_in_reward": False,
-    f"{ACTOR}.ppo_epochs": 1,
-    f"{ACTOR}.shuffle": False,
-    f"{ACTOR}.use_dynamic_bsz": True,
-    f"{ROLLOUT}.name": "vllm",
-    f"{ROLLOUT}.top_k": -1,
-    f"{ROLLOUT}.val_kwargs.top_p": 1.0,
-    f"{ROLLOUT}.val_kwargs.top_k": -1,
-    "algorithm.filter_groups.metric": "reward",
-    "data.shuffle": True,
-    "data.truncation": "error",
-    "data.filter_overlong_prompts": True,
-}
-"""Values that do not depend on the configuration."""
-
 
 class Rule(NamedTuple):
     """How verl takes over a setting: its setting with the same value, and what else there is to know, for README.md."""
@@ -254,11 +237,9 @@ class Rule(NamedTuple):
     reason: str = ""
 
 
-RULES = {
-    key: Rule(**rule)
-    for key, rule in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")).items()
-}
-"""By the key of a setting or of its section."""
+FIXED, _rules = yaml.safe_load_all(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+RULES = {key: Rule(**rule) for key, rule in _rules.items()}
+"""By the key of a setting or of its section. `FIXED` has values that do not depend on the configuration."""
 
 
 def overrides_of(config: RunConfig) -> Overrides:

@@ -18,7 +18,7 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
-from bandpo_cli.evaluation.verdicts import MARGIN, conclude, holm, varies
+from bandpo_cli.evaluation.verdicts import MARGIN, conclude, holm
 from bandpo_cli.metric_names import STEP
 from bandpo_cli.reports.run_tables import ExcludedRun, RunTables, common_n, percent_text, scores_of
 from bandpo_cli.reports.run_variants import ABSENT, differing_settings, format_setting
@@ -36,6 +36,7 @@ SECONDS_PER_STEP = "seconds_per_step"
 """The metric for which a report also shows the spread over the steps."""
 
 _NO_LIMITS: Limits = (-math.inf, math.inf)
+_ROUNDING = 1e-12  # relative; the order of summation changes a mean by less
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,7 @@ class VariantDifference:
         metric: key of the metric.
         paired: comparison over the common seeds; None without a common seed.
         p_holm: p-value adjusted over the variants compared in this metric; None without a test.
-        verdict: conclusion in words, `Verdict.text`.
-        detectable, p_equivalent, further: as in `Verdict`.
+        verdict, detectable, p_equivalent, further: as in `Conclusion`.
     """
 
     variant: str
@@ -307,8 +307,8 @@ def compare_variants(
                 differences.append(VariantDifference(name, metric.key, None, None, missing))
                 continue
             within = margin if metric.has_margin else None
-            verdict = conclude(_known(changes.loc[name]), p, within, words=words, family=len(tested))
-            differences.append(VariantDifference(name, metric.key, pair, p, *astuple(verdict)))
+            conclusion = conclude(_known(changes.loc[name]), p, within, words=words, family=len(tested))
+            differences.append(VariantDifference(name, metric.key, pair, p, *astuple(conclusion)))
     return differences
 
 
@@ -327,7 +327,7 @@ def estimate(values: ArrayLike, limits: Limits = _NO_LIMITS) -> Estimate | None:
     if not known.size:
         return None
     mean = float(known.mean())
-    if not varies(known):
+    if not _varies(known):
         return Estimate(known.size, mean, None, None)
     half = float(_half_width(known))
     return Estimate(known.size, mean, max(mean - half, limits[0]), min(mean + half, limits[1]))
@@ -345,7 +345,7 @@ def paired_test(changes: ArrayLike, limits: Limits = _NO_LIMITS) -> PairedTest |
     known, widest = _known(changes), limits[1] - limits[0]
     if (change := estimate(known, (-widest, widest))) is None:
         return None
-    p = float(stats.ttest_1samp(known, 0.0).pvalue) if varies(known) else None
+    p = float(stats.ttest_1samp(known, 0.0).pvalue) if _varies(known) else None
     return PairedTest(change, p, int(np.sum(known > 0)), int(np.sum(known < 0)))
 
 
@@ -372,3 +372,8 @@ def _half_width(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def _known(values: ArrayLike) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
     return array[~np.isnan(array)]
+
+
+def _varies(values: NDArray[np.float64]) -> bool:
+    """Return whether there are two values that differ by more than rounding: only then is there an interval."""
+    return values.size > 1 and bool(np.ptp(values) > _ROUNDING * np.abs(values).max())

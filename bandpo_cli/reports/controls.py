@@ -75,7 +75,7 @@ def control_notes(tables: RunTables, margin: float = MARGIN) -> list[str]:
             return False, f"{gain} (no common seed)"
         words, p = ("exceeded", "not reached"), adjusted.get((name, control))
         values = np.asarray(changes[name, control].dropna(), dtype=np.float64)
-        verdict = conclude(values, p, margin, words=words, family=len(tested)).text
+        verdict = conclude(values, p, margin, words=words, family=len(tested)).verdict
         interval = _GAIN.interval(test.change, sign=True)
         about = f"difference {_GAIN.text(test.change.mean, sign=True)}"
         about += f", 95% interval {interval} over {test.change.n} seeds" if interval else ""

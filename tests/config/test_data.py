@@ -63,6 +63,7 @@ def test_the_settings_name_the_grader_that_is_used(
         ({"model": {"path": "a/b"}, "task": {"min_target": 37}}, (1e-6, 32, 512, "auto", 16)),
         ({"model": {"path": "a/b"}, "task": {"name": "gsm8k"}}, (1e-6, 1024, 512, "auto", 4)),
         ({"task": {"name": "gsm8k"}}, (1e-6, 1024, 512, "auto", 4)),
+        ({"task": {"name": "gsm8k"}, "optim": {"lr": 3e-6}}, (3e-6, 1024, 512, "auto", 4)),
     ],
 )
 def test_defaults_follow_the_task_and_the_model(layer: dict[str, Any], defaults: tuple[Any, ...]) -> None:

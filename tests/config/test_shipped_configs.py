@@ -192,12 +192,3 @@ def test_the_protocol_of_mathematics_evaluates_on_six_competitions() -> None:
     assert (config.evaluation.samples, config.evaluation.problems) == (32, None)
     assert config.sampling.prompts * config.sampling.samples == 4 * 256
     assert config.sampling.max_prompt_tokens + config.sampling.max_tokens == 8192
-
-
-def test_data_set_tasks_have_the_defaults_of_language_models() -> None:
-    """Eight tokens and a learning rate for a million parameters are suitable for countdown only."""
-    gsm8k = resolve([{"task": {"name": "gsm8k"}}])
-    assert (gsm8k.sampling.max_tokens, gsm8k.sampling.max_prompt_tokens, gsm8k.optim.lr) == (1024, 1024, 1e-6)
-    given = resolve([{"task": {"name": "gsm8k"}, "optim": {"lr": 3e-6}}])
-    assert (given.sampling.max_tokens, given.optim.lr) == (1024, 3e-6)
-    assert resolve([]).sampling.max_tokens == 8

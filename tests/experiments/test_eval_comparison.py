@@ -41,14 +41,14 @@ def test_a_comparison_by_hand() -> None:
     comparison = compare_records(A, B)["math"]
     assert (comparison.shared, comparison.only_a, comparison.only_b) == (3, 1, 2)
     assert set(comparison.metrics) == {"mean", "pass_at_4", "response_length"}
-    *means, change, verdict = comparison.metrics["mean"]
+    *means, change, conclusion = comparison.metrics["mean"]
     assert means == pytest.approx([0.75 / 3, 1.375 / 3])
     test = stats.ttest_rel([0.75, 0.375, 0.25], [0.0, 0.5, 0.25])
     assert change == pytest.approx((0.625 / 3, *test.confidence_interval(0.95)))
-    assert re.fullmatch(r"undecided: [\d,]+ more problems", verdict.text)
-    *lengths, change, verdict = comparison.metrics["response_length"]
+    assert re.fullmatch(r"undecided: [\d,]+ more problems", conclusion.verdict)
+    *lengths, change, conclusion = comparison.metrics["response_length"]
     assert [*lengths, change.value] == pytest.approx([200, 150, -50])
-    assert (verdict.text, verdict.p_equivalent, verdict.further) == ("undecided", None, None)
+    assert (conclusion.verdict, conclusion.p_equivalent, conclusion.further) == ("undecided", None, None)
     assert comparison.metrics["pass_at_4"][2].value == pytest.approx((1.0 - 0.1 - 0.2) / 3)
     assert (comparison.wins, comparison.losses, comparison.ties) == (1, 1, 1)
     assert comparison.changed_problems == [("r", 0.0, 0.75), ("q", 0.5, 0.375)]
@@ -171,7 +171,7 @@ def test_verdicts(metric: str, shift: float, noise: float, verdict: str) -> None
         rows[1][str(i)][metric] += shift + (noise if i % 2 else -noise)
     compared = compare_records(*(record(s=by_problem) for by_problem in rows))["s"]
     name = "mean" if metric == "mean_at_4" else metric
-    assert compared.metrics[name].verdict.text == verdict
+    assert compared.metrics[name].conclusion.verdict == verdict
 
 
 GOOD = {"p": {"mean_at_2": 0.5, "pass_at_2": 1.0}, "q": {"mean_at_2": 0.0, "pass_at_2": 0.0}}

@@ -57,10 +57,7 @@ def metrics(
         (
             DATA,
             {**metrics(0, 0, truncated=1, ungraded=1), "grade/timeout_fraction": 1.0},
-            [
-                "a longer grading.deadline|imports at the top of the file|since 100.0%",
-                "--max-tokens 2048",
-            ],
+            ["a longer grading.deadline|imports at the top of the file|since 100.0%", "--max-tokens 2048"],
         ),
         (DATA, {**metrics(), "clip/active_fraction": 0.5}, ["--lr 5e-07, since 50.0%"]),
         ({}, metrics(0, 0, 0.5, 0.9), ["--max-tokens 256|at 8 tokens", "another --task, since 90.0%"]),
@@ -81,12 +78,7 @@ def test_a_run_warns_once_after_three_steps_without_a_gradient() -> None:
     for step, useful in enumerate((0, 0, 0.1, 0, 0, 0, 0, 0, 0, 0), start=1):
         lines += monitor.add(StepReport(step, {"step": step, **metrics(0, useful, truncated=1)}, sample))
         assert len(lines) == (step >= 6)
-    for part in (
-        "in the last 3 steps",
-        "100.0% truncated",
-        "the answer the",
-        "try: --max-tokens 256, since",
-    ):
+    for part in ("in the last 3 steps", "100.0% truncated", "the answer the", "try: --max-tokens 256, since"):
         assert part in lines[0]
     assert "\n" not in lines[0]
 
