@@ -11,13 +11,7 @@ from bandpo_cli.types import Rollout, RunStatus
 
 @dataclass(frozen=True)
 class StepReport:
-    """One training step as callbacks receive it.
-
-    Attributes:
-        step: its number; 0 is the evaluation before training.
-        record: its line in metrics.jsonl.
-        sample: one graded completion of the step; None at step 0.
-    """
+    """A training step, its line in metrics.jsonl and a graded completion; step 0 is the evaluation before."""
 
     step: int
     record: dict[str, float]
@@ -29,7 +23,6 @@ class RunInfo:
     """A training run at its start, as callbacks receive it.
 
     Attributes:
-        folder: the run folder.
         config: all settings, nested, with JSON values.
         env: the contents of env.json.
         steps: number of training steps of the complete run.
@@ -49,13 +42,9 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a training run.
+    """The end of a training run, with the lines of metrics.jsonl.
 
-    Attributes:
-        folder: the run folder.
-        status: how the run ended.
-        records: the lines of metrics.jsonl.
-        error: the exception that ended the run; None when it finished or was stopped by request.
+    `error` is the exception that ended the run; None when it finished or was stopped by request.
     """
 
     folder: Path
@@ -99,7 +88,7 @@ class Dispatcher(Callback[Info, Report, Result]):
     """Forward each event to several callbacks, in their order; `end` reaches all of them, also when one raises."""
 
     def __init__(self, callbacks: Sequence[Callback[Info, Report, Result]]) -> None:
-        self._callbacks = tuple(callbacks)
+        self._callbacks = callbacks
 
     def start(self, info: Info) -> None:
         for callback in self._callbacks:

@@ -107,13 +107,8 @@ class EngineMemoryError(MemoryError):
     """The engine process of a rank (`sampling.max_lag`) has run out of memory."""
 
 
-def mark_received(error: BaseException) -> None:
-    """Mark an error that was raised on another rank; see `is_received`."""
-    error.__dict__["received"] = True
-
-
 def is_received(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it was raised from, was raised on another rank."""
+    """Return whether an error, or one that it was raised from, was raised on another rank: its `received` is set."""
     return error is not None and ("received" in error.__dict__ or is_received(error.__cause__))
 
 
@@ -144,8 +139,8 @@ def describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     why = " (as the system does when memory runs out)" if code == -signal.SIGKILL else ""
-    known = -code in {*signal.Signals}
-    return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}{why}"
+    name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
+    return f"was killed by {name}{why}"
 
 
 class ConfigError(UserError):
@@ -177,10 +172,7 @@ def first_line(error: BaseException | str, max_chars: int = 200) -> str:
 
 
 def user_code_location(error: BaseException) -> str:
-    """Return ` (rewards.py:12, in judge)` for the innermost line of an error in a user's file; "" if there is none.
-
-    Files of this package, of Python and of installed packages are not a user's.
-    """
+    """Return ` (rewards.py:12, in judge)`, the innermost line of an error in a user's own file, or ""."""
     import sysconfig  # not at module level, since every command imports this module
     import traceback
 
@@ -227,10 +219,7 @@ _OUT_OF_MEMORY_TEXTS = (
 
 
 def find_out_of_memory(error: BaseException) -> BaseException | None:
-    """Return the failed allocation of Python, torch or vLLM that is or caused `error`; None if there is none.
-
-    Engines wrap the errors of their workers in types of their own.
-    """
+    """Return the failed allocation of Python, torch or vLLM that is or caused `error`, wrapped or not."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

@@ -81,9 +81,8 @@ def folders_containing(folder: Path, file: str) -> list[str]:
 def check_regular_file(path: Path, where: str) -> int:
     """Return the size of a regular file in bytes. Reading a pipe or a device might never end.
 
-    Raises:
-        ConfigError: the file does not exist, is not a regular file, or is the pointer that git clone leaves of a large
-            file without git-lfs; the message begins with `where`.
+    Raises ConfigError, which begins with `where`, if the file does not exist, is not a regular file, or is the pointer
+    that git clone leaves of a large file without git-lfs.
     """
     try:
         status = path.stat()
@@ -97,17 +96,15 @@ def check_regular_file(path: Path, where: str) -> int:
     if status.st_size < 1024:  # a pointer is smaller, by the specification of git-lfs
         with suppress(OSError), path.open("rb") as file:
             if file.read().startswith(b"version https://git-lfs"):
-                raise ConfigError(
-                    f"{where}: is a git-lfs pointer without the content of the file; run git lfs pull there"
-                )
+                what = "is a git-lfs pointer without the content of the file"
+                raise ConfigError(f"{where}: {what}; run git lfs pull there")
     return status.st_size
 
 
 def read_text(path: Path, where: str, max_bytes: int | None = MAX_CONFIG_BYTES) -> str:
     """Read a UTF-8 text file of at most `max_bytes` bytes (None: any size), with or without a byte order mark.
 
-    Raises:
-        ConfigError: the file is missing, too large or not UTF-8 text; the message begins with `where`.
+    Raises ConfigError, which begins with `where`, if the file is missing, too large or not UTF-8 text.
     """
     size = check_regular_file(path, where)
     if max_bytes is not None and size > max_bytes:
@@ -121,16 +118,11 @@ def read_text(path: Path, where: str, max_bytes: int | None = MAX_CONFIG_BYTES) 
 
 
 def read_json_object(path: Path, where: str | None = None, max_bytes: int | None = None) -> dict[str, Any]:
-    """Return the JSON object that a regular file holds, UTF-8 with or without a byte order mark.
+    """Return the JSON object that a text file holds; see `read_text`. `where` is the path by default.
 
-    Args:
-        where: start of the error messages, the path by default.
-        max_bytes: largest accepted file size; None for no limit.
-
-    Raises:
-        UserError: the file is missing, not a regular file, too large, not JSON, or holds another JSON type.
+    Raises UserError if the file cannot be read, is not JSON, or holds another JSON type.
     """
-    where = str(path) if where is None else where
+    where = where or str(path)
     text = read_text(path, where, max_bytes)
     try:
         content = json.loads(text)
@@ -150,11 +142,7 @@ def is_commit(text: object) -> bool:
 def cached_commit(
     repository: str, kind: Literal["model", "dataset"], revision: str | None = None
 ) -> str | None:
-    """Return the full hash of a repository on the hub when it was last loaded here; None if it was not.
-
-    Args:
-        revision: branch, tag or commit; None for the main branch.
-    """
+    """Return the hash of a repository, or of a revision of it, on the hub when it was last loaded here."""
     if is_commit(revision):
         return revision
     from huggingface_hub import constants

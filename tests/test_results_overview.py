@@ -5,13 +5,7 @@ from unittest import mock
 
 from bandpo_cli import results
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.results import (
-    changed_settings,
-    describe_line,
-    describe_run,
-    summary_fields,
-    task_settings,
-)
+from bandpo_cli.results import changed_settings, describe_line, describe_run, summary_fields, task_settings
 from bandpo_cli.storage import files, run_record
 from bandpo_cli.storage.run_folder import RunFolder
 

@@ -23,31 +23,24 @@ from bandpo_cli.errors import escape_controls, redact_credentials
 class SafeStream:
     """A text stream that shows control characters as escapes, and whose reader may go away: `head`, a closed terminal.
 
-    Everything written after that is discarded.
-
-    Attributes:
-        rich_proxied_file: the stream that Rich's consoles write to, which escapes nothing: `SafeConsole` escapes the
-            texts, and Rich adds control codes.
-        on_loss: the line for standard error when the reader goes away; None for no line.
+    Everything written after that is discarded. Rich's consoles write to `rich_proxied_file`, which escapes nothing:
+    `SafeConsole` escapes the texts, and Rich adds control codes.
     """
 
-    on_loss: str | None = None
+    on_loss: str | None = None  # printed on standard error when the reader goes away
 
     def __init__(self, stream: TextIO, escapes: bool = True) -> None:
         self._stream, self._escapes = stream, escapes
         self.rich_proxied_file: Any = SafeStream(stream, escapes=False) if escapes else self
 
     def write(self, text: str) -> int:
-        """Write a text."""
         self._call("write", escape_controls(text) if self._escapes else text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write texts."""
         self.write("".join(lines))
 
     def flush(self) -> None:
-        """Write what is buffered."""
         self._call("flush")
 
     def _call(self, method: str, *arguments: str) -> None:
@@ -68,10 +61,7 @@ class SafeStream:
 
 
 def protect_streams() -> None:
-    """Escape everything that Python code writes to standard output and standard error from now on.
-
-    Characters that the encoding of a stream lacks are written as escapes too.
-    """
+    """Escape control characters, and those that the encoding lacks, in all that Python code writes from now on."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, SafeStream):
@@ -90,13 +80,10 @@ CONTINUES = "warning: nothing reads the output of this command any more; it cont
 
 
 class SafeConsole(Console):
-    """A console that shows the control characters of every text as escapes, and passes those of Rich.
-
-    Every renderable, also one within a table or a panel, is rendered by `render`.
-    """
+    """A console that shows the control characters of every text as escapes, and passes those of Rich."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render an object; see `rich.console.Console.render`."""
+        """Render an object, also one within a table or a panel; see `rich.console.Console.render`."""
         for segment in super().render(renderable, options):
             if segment.control or segment.text.isprintable() or segment.text == "\n":
                 yield segment
@@ -108,10 +95,8 @@ def open_console(stderr: bool = False, long_running: bool = False) -> Console:
     """Return the console of a command, and print the package's log messages on it.
 
     INFO messages are printed as lines, WARNING and above after the heading `warning:`. Strings are printed as they are:
-    names of files and variants may contain what Rich would read as markup. Control characters are shown as escapes.
-
-    Args:
-        long_running: print on standard error if the reader of the output goes away, since the command continues.
+    names of files and variants may contain what Rich would read as markup. If the reader of the output of a
+    `long_running` command goes away, a line on standard error says that the command continues.
     """
     # Not the standard stream at the time of printing, which a live display replaces.
     file = getattr(sys.stderr if stderr else sys.stdout, "rich_proxied_file", None)
@@ -134,9 +119,14 @@ class LogHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one message."""
         heading = "warning:" if record.levelno >= logging.WARNING else ""
         print_line(self._console, redact_credentials(record.getMessage()), heading, "yellow")
+
+
+def print_warnings(console: Console, lines: Iterable[str], heading: str = "warning:") -> None:
+    """Print lines, each after a yellow heading."""
+    for line in lines:
+        print_line(console, line, heading, "yellow")
 
 
 def print_line(console: Console, line: str, heading: str = "", style: str = "bold") -> None:
@@ -165,17 +155,11 @@ def print_settings(
     for index, note in enumerate(notes):
         grid.add_row("" if index else "data", Text(note))
     console.print(grid, highlight=False)
-    for warning in warnings:
-        print_line(console, warning, "warning:", "yellow")
+    print_warnings(console, warnings)
 
 
 def make_table(*headings: str, gap: int = 2) -> Table:
-    """Return an empty table without lines. A heading that begins with `>` marks a column of numbers.
-
-    Args:
-        headings: the headings; none for a table without a row of them.
-        gap: spaces between the columns.
-    """
+    """Return an empty table without lines. A heading that begins with `>` marks a column of numbers."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
     for heading in headings:
         if heading.startswith(">"):
@@ -211,13 +195,10 @@ class ExperimentView(CallbackBase):
     A live display stays in place while it changes, and ends in its final state. The cursor waits on an empty line below
     it. At Ctrl-C the terminal writes ^C at the cursor: at the end of a full line that would begin a new line, and the
     next update would leave old lines above the new ones.
-
-    Attributes:
-        spinners: the text beside the spinner, by phase.
-        in_progress: progress is shown.
     """
 
     spinners: Mapping[str, str] = {}
+    """The text beside the spinner, by phase."""
 
     def __init__(self, console: Console, runs_dir: Path = Path("runs")) -> None:
         self.console, self.runs_dir = console, runs_dir
@@ -239,8 +220,7 @@ class ExperimentView(CallbackBase):
     def print_start(self, folder: Path | None, heading: str, notes: Iterable[str] = ()) -> None:
         """Print the notes and the folder of the experiment."""
         self.spin(None)
-        for note in notes:
-            print_line(self.console, note, "warning:", "yellow")
+        print_warnings(self.console, notes)
         print_line(self.console, str(folder), heading)
 
     def spin(self, text: str | None) -> None:

@@ -209,7 +209,6 @@ class EvalView(ExperimentView):
         self._total = self._stored = self._done = self._stride = self._next_line = 0
 
     def start(self, info: EvalInfo) -> None:
-        """Print the notes and the folder."""
         self._info = info
         if info.rescored:
             self.spin(None)
@@ -233,7 +232,6 @@ class EvalView(ExperimentView):
         super().phase(name)
 
     def step(self, report: Batch) -> None:
-        """Show the progress."""
         self._done += len(report.rows)
         self._label = report.label
         self.update_progress()
@@ -396,18 +394,16 @@ def print_comparison(console: Console, result: ComparisonResult, show: int) -> N
         console.print()
         print_line(console, ", ".join([f"{plural(compared.shared, 'problem')} in both", *only]), label)
         table = make_table("", ">A", ">B", ">B − A", ">95% interval", ">detectable", "verdict")
-        for name, (a, b, change, verdict) in compared.metrics.items():
+        for name, (a, b, change, conclusion) in compared.metrics.items():
             texts = [metric_text(name, value) for value in (a, b, change.value)]
             sign = "+" if change.value > 0 and texts[2].strip("0.") else ""  # no sign before a zero
             texts[2:] = f"{sign}{texts[2]}", metric_text(name, change.low, change.high)
-            shown = "–" if verdict.detectable is None else metric_text(name, verdict.detectable)
-            table.add_row(metric_label(name), *texts, shown, verdict.text)
+            shown = "–" if conclusion.detectable is None else metric_text(name, conclusion.detectable)
+            table.add_row(metric_label(name), *texts, shown, conclusion.verdict)
         console.print(table)
         compared_by = "mean reward" if "reward" in compared.metrics else "share of correct completions"
-        counts = (
-            f"{plural(compared.wins, 'problem')}, lower on {compared.losses:,}, the same on {compared.ties:,}"
-        )
-        print_line(console, f"{compared_by}: higher in B on {counts}")
+        others = f"lower on {compared.losses:,}, the same on {compared.ties:,}"
+        print_line(console, f"{compared_by}: higher in B on {plural(compared.wins, 'problem')}, {others}")
         if (p := compared.sign_test_p) is not None:
             differing = compared.wins + compared.losses
             line = f"exact sign test, problems that differ: {differing:,}, p {'< 0.001' if p < 0.001 else f'= {p:.3f}'}"

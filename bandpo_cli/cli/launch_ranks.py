@@ -66,11 +66,9 @@ MAX_WARNING_CHARS = 100_000  # of the warnings of a rank that are read: more is 
 
 @dataclass(frozen=True)
 class RankError:
-    """The error that ended a rank, as its file holds it.
+    """The error that ended a rank, as its file holds it, in one line, with the exit code.
 
     Attributes:
-        message: one line.
-        code: exit code.
         traceback: of an exception that is neither a mistake of the user nor a known failure of a run; '' otherwise.
         lost_rank: the error is that another rank has ended.
         time_ns: nanoseconds since 1970.
@@ -91,13 +89,9 @@ def prints_errors() -> bool:
 
 
 class RankWarnings(logging.Handler):
-    """Reports the warnings of a rank, each text once: to the launcher, or with torchrun on the terminal.
-
-    With torchrun, rank 0 prints its own.
-    """
+    """Reports the warnings of a rank, each text once: to the launcher; with torchrun rank 0 prints its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Report one warning."""
         self._report(one_line(redact_credentials(record.getMessage())))
 
     @cache  # noqa: B019 - there is one handler
@@ -111,10 +105,7 @@ class RankWarnings(logging.Handler):
 
 
 def silence_other_ranks() -> None:
-    """Discard standard output, and what Python writes to standard error, in ranks other than 0.
-
-    Their warnings (`RankWarnings`) and crashes in native code are still reported.
-    """
+    """Discard what ranks other than 0 print; warnings (`RankWarnings`) and crashes of native code are reported."""
     logging.getLogger("bandpo_cli").addHandler(RankWarnings(logging.WARNING))
     if is_main_process():
         return
@@ -148,17 +139,10 @@ def read_error(path: Path) -> RankError | None:
 
 
 class RankProcess(ChildProcess):
-    """The process of a rank, with the file for its error.
+    """The process of a rank, with the file for its error, which exists when the rank has failed or is about to."""
 
-    Attributes:
-        rank: its number; rank 0 alone prints.
-        killed: the launcher has killed it.
-        error_file: exists when the rank has failed or is about to.
-        error: the error in this file, after the end of all ranks; None if there is none.
-    """
-
-    error: RankError | None = None
-    killed = False
+    error: RankError | None = None  # in the file, after the end of all ranks
+    killed = False  # by the launcher
 
     def __init__(self, rank: int, command: Sequence[str], variables: Mapping[str, str], folder: Path) -> None:
         self.rank, self.error_file = rank, folder / f"error-{rank}.json"
@@ -243,13 +227,7 @@ def launch(
 
 
 def rank_variables(rank: int, count: int, port: int, name: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of a rank: those that torchrun sets, and those of this launcher.
-
-    Args:
-        port: the port of the store in this process by which the ranks find each other.
-        name: the name of the run or evaluation.
-        environ: the environment of this process; its OMP_NUM_THREADS is kept.
-    """
+    """Return the environment variables of a rank: torchrun's and this launcher's. OMP_NUM_THREADS is kept."""
     from bandpo_cli.storage.run_record import usable_cores
 
     return {
@@ -300,12 +278,7 @@ def _watch(ranks: Sequence[RankProcess], warnings: dict[str, float]) -> None:
 
 
 def _exit_code(ranks: Sequence[RankProcess], signals: Sequence[int], advice: str) -> int:
-    """Return the exit code of the run, or raise the error of the rank that failed first.
-
-    Args:
-        signals: those that this process has received and forwarded.
-        advice: a clause about the command that continues the run.
-    """
+    """Return the exit code after forwarded `signals`, or raise the first error; `advice` continues the run."""
     code, cause = ranks[0].code or 0, first_failure(ranks, signals)
     if cause is None or (signals and cause.error is not None and cause.error.lost_rank):
         if code < 0 and signals:  # before it could handle a signal, or while it waited for another rank
@@ -330,10 +303,7 @@ def first_failure(ranks: Sequence[RankProcess], signals: Collection[int] = ()) -
 
     A rank that was killed comes before one with an error, and that before one that has received the error. A lost
     connection comes last, because it has one of the others as its cause. So may SIGABRT: NCCL's watchdog aborts a
-    process that has lost the connection to another rank.
-
-    Args:
-        signals: those that asked for the end of the run; ranks that they ended have not failed.
+    process that has lost the connection to another rank. Ranks that `signals` ended have not failed.
     """
     asked = {*signals, *FORWARDED} if signals else set()
 

@@ -45,11 +45,7 @@ PLACES = {"run": "config.yaml", "sweep": "sweep.yaml", "evaluation": "eval.json"
 
 
 def one_of(names: Iterable[str], several: bool = False) -> Completer:
-    """Return the completer of an option that takes one of `names`; entries of a registry are described.
-
-    Args:
-        several: the option takes several names, separated by commas; the last one is completed.
-    """
+    """Return the completer of an option that takes one of `names`, or `several` separated by commas."""
     entries = names if isinstance(names, Mapping) else dict.fromkeys(names)
 
     def complete(incomplete: str) -> Candidates:
@@ -62,10 +58,9 @@ def one_of(names: Iterable[str], several: bool = False) -> Completer:
 
 def complete_task(incomplete: str) -> Candidates:
     """Return the tasks and the known data sets; of a task with members, the value that lists them."""
-    tasks = [
-        (f"{name}:list" if TASKS[name].members else name, TASKS[name].summary) for name in generated_tasks()
-    ]
-    return [*tasks, *one_of(DATASETS)("")]
+    tasks = {name: TASKS[name] for name in generated_tasks()}.items()
+    names = [(f"{name}:list" if task.members else name, task.summary) for name, task in tasks]
+    return [*names, *one_of(DATASETS)("")]
 
 
 def complete_config(incomplete: str) -> Candidates:
@@ -84,22 +79,15 @@ def complete_shipped_config(incomplete: str) -> Candidates:
 
 
 def folder_of(*kinds: str) -> Callable[[typer.Context, str], Candidates]:
-    """Return the completer of names in --runs-dir.
-
-    Args:
-        kinds: keys of `PLACES`. Runs include those of sweeps, as `sweep/run`.
-    """
+    """Return the completer of names in --runs-dir of these keys of `PLACES`; a run of a sweep is `sweep/run`."""
 
     def complete(context: typer.Context, incomplete: str) -> Candidates:
         root = Path(context.params.get("runs_dir") or "runs")
         names = [(name, kind) for kind in kinds for name in folders_containing(root, PLACES[kind])]
         if "run" in kinds:
-            sweeps = folders_containing(root, PLACES["sweep"])
-            names += [
-                (f"{sweep}/{name}", "run")
-                for sweep in sweeps
-                for name in folders_containing(root / sweep, PLACES["run"])
-            ]
+            for sweep in folders_containing(root, PLACES["sweep"]):
+                runs = folders_containing(root / sweep, PLACES["run"])
+                names += [(f"{sweep}/{name}", "run") for name in runs]
         return sorted(names)
 
     return complete
@@ -112,14 +100,10 @@ def option(
     complete: Callable[..., Any] | None = None,
     **more: Any,
 ) -> Any:
-    """Return an option of a command, for the annotation of a parameter. `documented` adds its help text.
+    """Return an option of a command, for the annotation of a parameter; `documented` adds its help text.
 
-    Args:
-        metavar: the name of the value in the help.
-        default: the text of the default in the help; None for the parameter's default, if it has one.
-        flags: the flags, if they differ from the parameter's name.
-        complete: completes the values in a shell.
-        more: further arguments of `typer.Option`.
+    `metavar` is the name of the value in the help, and `default` the text of the default there. `flags` are given if
+    they differ from the parameter's name. `more` are further arguments of `typer.Option`.
     """
     more |= {"metavar": metavar, "show_default": default or True, "autocompletion": complete}
     return typer.Option(*flags, **more)
@@ -147,15 +131,10 @@ class Flag:
     """A flag of `train`, `sweep` or `eval` that stands for one setting.
 
     Attributes:
-        name: the flag, such as `--lr`.
-        setting: the dotted name of the setting.
         kind: the type of the value, or a function from its text to the value that raises ValueError.
-        help: the help text.
         default: the text of the default in the help.
-        metavar: the name of the value in the help.
         names: the values that a shell completes.
-        sweep: `bandpo sweep` compares several values, separated by commas; or takes one value for all runs; or has no
-            such flag.
+        sweep: whether `bandpo sweep` compares several values, takes one for all runs, or has no such flag.
         convert: a function from the value to the setting; None if it is the value itself.
         more: further arguments of `typer.Option`.
     """
@@ -186,10 +165,8 @@ class Flag:
             more |= {"metavar": f"{initial},{initial}", "default": None}
         if self.names:
             more["complete"] = one_of(self.names, several and command == "sweep")
-        annotation = Annotated[kind | None, option(flags=[self.name], **more)]
-        return inspect.Parameter(
-            self.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-        )
+        form = {"default": None, "annotation": Annotated[kind | None, option(flags=[self.name], **more)]}
+        return inspect.Parameter(self.parameter, inspect.Parameter.KEYWORD_ONLY, **form)
 
     def read(self, value: Any, command: str) -> Any:
         """Return the setting for the value of the option. The values of a sweep stay one text."""
@@ -197,15 +174,14 @@ class Flag:
 
         if self.sweep != "several values" or command == "sweep":
             return self.convert(value) if self.convert else value
+        given = f"{self.name} {value}"
         if len(split_values(value)) > 1:
-            raise UserError(
-                f"{self.name} {value}: train takes one value; bandpo sweep {self.name} {value} compares several"
-            )
+            raise UserError(f"{given}: train takes one value; bandpo sweep {given} compares several")
         try:
             return self.kind(value)
         except ValueError:
             expected = {int: "an integer", float: "a number"}.get(self.kind, "a value in JSON")
-            raise UserError(f"{self.name} {value}: {expected} is expected") from None
+            raise UserError(f"{given}: {expected} is expected") from None
 
 
 def print_members(context: typer.Context, tasks: list[str] | None) -> list[str] | None:
@@ -329,10 +305,8 @@ def takes_settings(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(**values: Any) -> Any:
         for name, flags in groups.items():
-            given = {flag: values.pop(flag.parameter) for flag in flags}
-            values[name] = {
-                flag.setting: flag.read(value, command) for flag, value in given.items() if value is not None
-            }
+            given = [(flag, value) for flag in flags if (value := values.pop(flag.parameter)) is not None]
+            values[name] = {flag.setting: flag.read(value, command) for flag, value in given}
         return function(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -1,6 +1,5 @@
 """Previews of a training run: `--dry-run`, the memory estimate, and `--probe`."""
 
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bandpo_cli.cli.console import (
+    LOADING,
     ExperimentView,
     format_duration,
     make_table,
@@ -16,6 +16,7 @@ from bandpo_cli.cli.console import (
     print_line,
     print_rows,
     print_settings,
+    print_warnings,
 )
 from bandpo_cli.cli.train_view import sample_text, settings_rows
 from bandpo_cli.config.layers import to_yaml
@@ -36,10 +37,7 @@ from bandpo_cli.tasks.task import Task
 
 
 def print_dry_run(console: Console, config: RunConfig, task: Task, ranks: int = 1) -> None:
-    """Print all settings, a trial of every grader, the memory estimate, and the first prompt.
-
-    A mistake in a custom function is reported before torch is imported.
-    """
+    """Print all settings, a trial of every grader, before torch is imported, the memory estimate and a prompt."""
     from bandpo_cli.experiments.trials import first_prompt, try_graders
 
     console.print(to_yaml(config), markup=False, highlight=False)
@@ -49,8 +47,7 @@ def print_dry_run(console: Console, config: RunConfig, task: Task, ranks: int = 
         reward = f"reward {grade.reward:g}" if grade.has_reward else "without a reward (None or NaN)"
         line = f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}"
         print_line(console, line, "grader")
-        for warning in trial.warnings:
-            print_line(console, warning, "warning:", "yellow")
+        print_warnings(console, trial.warnings)
     if print_memory(console, config, task, ranks):
         encoder, problem, warnings = first_prompt(config, task)
         ids, most = encoder.encode([problem])[0].token_ids, config.sampling.max_prompt_tokens
@@ -65,15 +62,11 @@ def print_dry_run(console: Console, config: RunConfig, task: Task, ranks: int = 
             changed = "these lines of it:" if effect else "nothing in it: these are the template's own values"
             line = f"model.chat_template_kwargs = {arguments} changes {changed}"
             print_line(console, "\n".join([line, *effect]), "template")
-        for warning in warnings:
-            print_line(console, warning, "warning:", "yellow")
+        print_warnings(console, warnings)
 
 
 def print_memory(console: Console, config: RunConfig, task: Task | None = None, ranks: int = 1) -> bool:
-    """Print the memory estimate by component, and whether the run fits the GPU or, without a GPU, this machine.
-
-    With several ranks it is the estimate of each. Return False if there is none because the model cannot be read.
-    """
+    """Print the memory estimate of a rank, and whether the run fits; return False if the model cannot be read."""
     try:
         estimate = memory_report(config, ranks)
     except UserError as error:
@@ -102,20 +95,8 @@ def print_memory(console: Console, config: RunConfig, task: Task | None = None, 
         line = f"trains {trained}; training all weights takes {peak / GIB:,.1f} GiB at the peak"
         print_line(console, line, "LoRA")
     if not estimate.fits:
-        print_line(console, saving_advice(config, estimate), "warning:", "yellow")
+        print_warnings(console, [saving_advice(config, estimate)])
     return True
-
-
-class ProbeView(ExperimentView):
-    """Spinner with the present phase of a probe."""
-
-    spinners: Mapping[str, str] = {
-        "load": "loading torch and the model …",
-        "sample": "sampling with the untrained model …",
-        "grade": "grading …",
-        "logprobs": "a trial step …",
-        "update": "a trial step …",
-    }
 
 
 def run_probe(plan: Plan, runs_dir: Path) -> None:
@@ -123,25 +104,26 @@ def run_probe(plan: Plan, runs_dir: Path) -> None:
     console, task = open_console(long_running=True), plan.task
     assert task is not None  # only a resume can be without problems
     print_settings(console, settings_rows(plan.config, task), task.notes(), plan.warnings)
-    with closing(ProbeView(console, runs_dir)) as view:
+    with closing(ExperimentView(console, runs_dir)) as view:
+        view.spinners = {
+            "load": LOADING,
+            "sample": "sampling with the untrained model …",
+            "grade": "grading …",
+        }
+        view.spinners |= dict.fromkeys(("logprobs", "update"), "a trial step …")
         report = probe(plan, [view])
     print_results(console, plan.config, report)
     print_memory(console, plan.config, task)
-    for line in (lines := advice(plan.config, report.metrics)):
-        print_line(console, line, "try:", "yellow")
+    print_warnings(console, lines := advice(plan.config, report.metrics), "try:")
     if not lines:
         print_line(console, "nothing to change: the run can learn from these completions")
 
 
 def print_results(console: Console, config: RunConfig, report: ProbeReport) -> None:
     """Print the metrics of the completions and of the trial step, and one completion."""
-    metrics = report.metrics
+    metrics, samples = report.metrics, config.sampling.samples
     rollouts = [rollout for group in report.groups for rollout in group.rollouts_G]
-    problems, samples, useful = (
-        len(report.groups),
-        config.sampling.samples,
-        1 - metrics["train/uniform_group_fraction"],
-    )
+    problems, useful = len(report.groups), 1 - metrics["train/uniform_group_fraction"]
     solved = sum(any(rollout.grade.correct for rollout in group.rollouts_G) for group in report.groups)
     rewards = [rollout.grade.reward for rollout in rollouts if rollout.grade.has_reward]
     lengths = np.quantile([len(rollout.completion.token_ids) for rollout in rollouts], [0.5, 0.95, 1])

@@ -98,8 +98,8 @@ def runs(
     wide = console.width >= (120 if with_rewards else 100)
     metrics = {">held-out": "heldout", ">training": "accuracy", ">entropy": "entropy"}
     if with_rewards:
-        metrics = {">held-out\nreward": "heldout_reward", ">training\nreward": "reward"}
-        metrics |= {">held-out\naccuracy": "heldout"}
+        rewards = {">held-out\nreward": "heldout_reward", ">training\nreward": "reward"}
+        metrics = rewards | {">held-out\naccuracy": "heldout"}
         metrics |= {">training\naccuracy": "accuracy", ">entropy": "entropy"} if wide else {}
     headings = ["run", "method", "task", "status", ">steps", *metrics, *([">started"] if wide else [])]
     headings += ["fork of"] if wide and any(run.parent for run in runs) else []
@@ -168,24 +168,21 @@ def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path,
     progress = f"{str(run['status']).lower()}, step {run['step']:,} of {run['steps']:,}"
     progress += f", {format_duration(run['seconds'])}"
 
-    def line(key: str, value: Any) -> str:
-        default = f"  (default {changes[key]['default']})" if key in changes else ""
-        return f"{key} = {value}{default}".replace("\n", "\\n")
+    def lines(settings: Mapping[str, Any]) -> list[str]:
+        defaults = {key: f"  (default {change['default']})" for key, change in changes.items()}
+        texts = (f"{key} = {value}{defaults.get(key, '')}" for key, value in settings.items())
+        return [text.replace("\n", "\\n") for text in texts]
 
-    task = [line(key, value) for key, value in run["task_settings"].items()]
-    settings = [
-        line(key, change["value"])
-        for key, change in changes.items()
-        if change["value"] is None or not key.startswith("task.")
-    ]
+    values = {key: change["value"] for key, change in changes.items()}
+    others = {key: value for key, value in values.items() if value is None or not key.startswith("task.")}
     rows = [
         ("run", str(run["path"])),
         ("status", f"{progress}: {reason.splitlines()[0]}" if reason else progress),
         *([("fork of", run["parent"])] if run["parent"] else []),
         ("model", describe_model(config)),
-        ("task", "\n".join([run["task"], *task])),
+        ("task", "\n".join([run["task"], *lines(run["task_settings"])])),
         ("bounds", config.bounds.describe()),
-        ("settings", "\n".join(settings)),
+        ("settings", "\n".join(lines(others))),
         ("checkpoints", _steps(run["checkpoints"])),
         ("completions", _steps(run["sampled_steps"])),
         ("plots", ", ".join(path.name for path in run["plots"])),
@@ -200,15 +197,13 @@ def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path,
         order["train/reward"] = -1
         scores += "|eval/.*/reward"
     chosen = [key for key in run["metrics"] if every_metric or key in order or re.fullmatch(scores, key)]
-
-    def place(key: str) -> tuple[int, bool]:
-        return order.get(key, len(order) * key.startswith("eval/")), not key.endswith("/reward")
-
-    for key in sorted(chosen, key=place):
+    # Scores of evaluations come last, rewards first among them.
+    last = {key: len(order) * key.startswith("eval/") for key in chosen} | order
+    chosen.sort(key=lambda key: (last[key], not key.endswith("/reward")))
+    for key in chosen:
         (first_step, first), (last_step, last) = run["metrics"][key].values()
         table.add_row(Text(key), f"{first:.4g}", f"{first_step}", f"{last:.4g}", f"{last_step}")
-    console.print()
-    console.print(table, highlight=False)
+    console.print("", table, highlight=False)
     if run["status"] in ("FAILED", "KILLED"):
         console.print()
         print_line(console, shell_command("train --resume", run["path"], runs_dir), "resume with:")
@@ -336,9 +331,8 @@ def view(
     print_line(console, str(page))
     if parts:
         size = sum(path.stat().st_size for path in parts) / 1e6
-        print_line(
-            console, f"keep the folder {parts[0].parent} ({size:,.0f} MB) beside it", "note:", "yellow"
-        )
+        line = f"keep the folder {parts[0].parent} ({size:,.0f} MB) beside it"
+        print_line(console, line, "note:", "yellow")
     if open_:
         import webbrowser
 

@@ -50,16 +50,12 @@ class StopSignals(CallbackBase):
 
     A rank of `--nproc` listens to its parent process alone (`FORWARDED`). torchrun sends SIGTERM to the other ranks
     when one has ended; from `phase("close")` on it is ignored there, so that the summary of the run is written.
-
-    Attributes:
-        on_every_rank: ranks other than 0 have these handlers too.
-        silent: write nothing to the terminal, because a live display shows the request.
     """
 
     on_every_rank = True
 
     def __init__(self) -> None:
-        self.silent = False
+        self.silent = False  # True: a live display shows the request
         self._received: list[int] = []
         self._deferring = self._closing = False
         self._stack = ExitStack()

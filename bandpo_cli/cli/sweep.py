@@ -23,6 +23,7 @@ from bandpo_cli.cli.console import (
     open_console,
     print_line,
     print_rows,
+    print_warnings,
 )
 from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.cli.report import print_report
@@ -31,12 +32,14 @@ from bandpo_cli.errors import RunError, SignalExit, UserError, plural
 
 if TYPE_CHECKING:
     from bandpo_cli.storage.sweep_folder import SweepRun
+    from bandpo_cli.sweeps.power import Components, PlanRow
     from bandpo_cli.sweeps.sweep_run import States, SweepInfo, SweepResult
 
 _EXECUTION = {
     "--resume", "--jobs", "--gpus-per-run", "--stop-behind", "--executor", "--ray-address", "--runs-dir", "--x"
 }  # fmt: skip
 """The options that say how runs are executed, and not which."""
+_OF_POWER = {"--power", "--pilot", "--baseline", "--jobs", "--runs-dir"}
 
 
 @opt.takes_settings
@@ -67,6 +70,8 @@ def sweep(
     runs_dir: opt.RunsDir = opt.RUNS,
     tracking: opt.Tracking,
     dry_run: Annotated[bool, opt.option()] = False,
+    power: Annotated[float | None, opt.option("DIFFERENCE")] = None,
+    pilot: Annotated[Path | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
     resume: Annotated[str | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
 ) -> None:
     """Run every combination of the given values as an ordinary run, in one folder.
@@ -93,6 +98,9 @@ def sweep(
 
     [bold]bandpo sweep sweep.yaml[/bold]  axes, named variants and exclusions from a file
 
+    [bold]bandpo sweep --power 0.02 --pilot NAME[/bold]  the seeds and problems that show
+    a difference of 0.02, and the time they take
+
     [bold]bandpo sweep --resume NAME[/bold]  after Ctrl-C, a crash or a failed run
 
     Args:
@@ -114,8 +122,19 @@ def sweep(
         ray_address: A running Ray cluster, or auto.
         name: Name of the sweep's folder.
         dry_run: Print the runs and the estimate of the time, and stop.
+        power: Run nothing; print how many seeds and problems show this difference of accuracy.
+        pilot: For --power: a finished sweep, whose results show the spread.
         resume: Resume a sweep: runs that are not finished are executed again.
     """
+    if (power is None) != (pilot is None):
+        missing = "--pilot NAME, a finished sweep with two or more seeds" if pilot is None else "--power 0.02"
+        raise UserError(f"{'--power' if pilot is None else '--pilot'}: goes with {missing}")
+    if power is not None and pilot is not None:
+        opt.refuse_with(context, "--power", "the pilot has the settings", lambda name: name not in _OF_POWER)
+        from bandpo_cli.sweeps.power import plan_power
+
+        print_power(open_console(), *plan_power(pilot, power, runs_dir, jobs, baseline), power)
+        return
     from bandpo_cli.config.layers import nest, read_assignments, read_config
     from bandpo_cli.experiments import sweep as run_sweep
     from bandpo_cli.storage.run_folder import shell_command
@@ -125,18 +144,16 @@ def sweep(
     chosen = Executor(executor, ray_address, jobs, stop_behind, gpus_per_run)
     request: SweepPlan | str
     if resume is not None:
-        opt.refuse_with(
-            context, "--resume", "the plan of the sweep is used", lambda name: name not in _EXECUTION
-        )
+        used = "the plan of the sweep is used"
+        opt.refuse_with(context, "--resume", used, lambda name: name not in _EXECUTION)
         request = resume
     else:
         compared = [flag.setting for flag in opt.SETTINGS if flag.sweep == "several values"]
         axes = {key: settings.pop(key) for key in compared if key in settings}
         layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
-        if not (axes or axis or seeds is not None or file is not None or tuned_on is not None):
-            raise UserError(
-                "nothing is swept: give a sweep file or values, as in: --delta 0.01,0.05 --seeds 0,1"
-            )
+        if not (axes or axis or file) and seeds is None and tuned_on is None:
+            example = "--delta 0.01,0.05 --seeds 0,1"
+            raise UserError(f"nothing is swept: give a sweep file or values, as in: {example}")
         options = {
             "seeds": seeds,
             "baseline": baseline,
@@ -157,6 +174,22 @@ def sweep(
     if result.failures:
         again = shell_command("sweep --resume", result.folder, runs_dir)
         raise RunError(f"{len(result.failures)} of {result.runs} runs failed; try them again: {again}")
+
+
+def print_power(
+    console: Console, size: str, components: Components, rows: Sequence[PlanRow], difference: float
+) -> None:
+    """Print the spreads of a pilot by their cause, and the seeds that show a difference by number of problems."""
+    print_line(console, f"{size}; standard deviations of a difference:", "pilot")
+    names = "between seeds", "between problems", "of a problem in a seed", "  of its completions alone"
+    print_rows(console, [(name, f"{var**0.5:.3f}") for name, var in zip(names, components, strict=True)], 27)
+    print_line(console, f"seeds that show a difference of {difference:g} with a probability of 80%:")
+    table = make_table(">problems", ">seeds", ">90% interval", ">for other problems", ">runs", ">time")
+    for row in rows:
+        other = "–" if row.seeds_elsewhere is None else f"{row.seeds_elsewhere:,}"
+        counts = f"{row.problems:,}", f"{row.seeds:,}", f"{row.low:,} to {row.high:,}", other, f"{row.runs:,}"
+        table.add_row(*counts, format_duration(row.seconds))
+    console.print(table)
 
 
 _LINES_EVERY_S = 60.0
@@ -180,7 +213,6 @@ class SweepView(ExperimentView):
         self._ended = -1
 
     def start(self, info: SweepInfo) -> None:
-        """Print the folder, the plan and the estimate of the time."""
         self._info, self._start = info, time.perf_counter()
         self.print_start(info.folder, "sweep")
         self.print_plan(info)
@@ -192,10 +224,8 @@ class SweepView(ExperimentView):
         self.console.print(plan_table(info), highlight=False)
         finished = len(info.runs) - len(info.pending)
         processes = "" if info.ranks == 1 else f"{info.ranks} processes of "
-        self._print(
-            f"{len(info.runs)} runs{f', {finished} of them finished' if finished else ''}, {info.slots} at a time, "
-            f"{processes}{plural(info.threads, 'thread')} each"
-        )
+        runs = f"{len(info.runs)} runs{f', {finished} of them finished' if finished else ''}"
+        self._print(f"{runs}, {info.slots} at a time, {processes}{plural(info.threads, 'thread')} each")
         if not info.pending:
             return
         needed, free = (size / 1e9 for size in estimate_disk_space(info, self.runs_dir))
@@ -227,7 +257,6 @@ class SweepView(ExperimentView):
         super().phase(name)
 
     def step(self, report: States) -> None:
-        """Show the states of the runs."""
         self._states = report
         self.update_progress()
 
@@ -253,8 +282,8 @@ class SweepView(ExperimentView):
         duration = format_duration(time.perf_counter() - self._start)
         self._print(f"{finished} finished{f' in {duration}' if self._info.pending else ''}")
         print_rows(self.console, [("MLflow", result.mlflow or "")], 6)
-        for name, why in result.stopped.items():
-            print_line(self.console, f"{name}: {why}", "stopped early", "yellow")
+        stopped = (f"{name}: {why}" for name, why in result.stopped.items())
+        print_warnings(self.console, stopped, "stopped early")
         for name, why in result.failures.items():
             print_line(self.console, f"{name}: {why}", "failed", "red")
 
@@ -293,18 +322,13 @@ def plan_table(info: SweepInfo) -> Table:
 
     table = make_table("variant", "seeds", ">steps", ">runs")
     for variant, runs in by_variant(info.runs).items():
-        steps = sorted({info.configs[run.name].steps for run in runs})
-        table.add_row(
-            Text(variant), ", ".join(str(run.seed) for run in runs), " ".join(map(str, steps)), str(len(runs))
-        )
+        steps = " ".join(map(str, sorted({info.configs[run.name].steps for run in runs})))
+        table.add_row(Text(variant), ", ".join(str(run.seed) for run in runs), steps, str(len(runs)))
     return table
 
 
 def variants_table(runs: Sequence[SweepRun], states: States) -> Table:
-    """Return one row per variant: finished runs, steps of the running ones, accuracy or reward and entropy so far.
-
-    The accuracy or reward is the held-out one, or that of the last training step if the runs evaluate nothing.
-    """
+    """Return a row per variant; without evaluations, accuracy or reward are of the last training step."""
     from bandpo_cli.storage.sweep_folder import by_variant
 
     known = [state for state in states.values() if state.score is not None]
@@ -345,12 +369,9 @@ def seconds_left(states: States, jobs: int) -> float | None:
     `jobs` runs share the remaining steps, but the time is not shorter than the time of the slowest running run.
     """
     active = [state for state in states.values() if state.status in ("waiting", "running")]
-    left = [state for state in active if state.step < state.steps]
-    timed = [
-        (state.seconds_left, state.steps - state.step) for state in left if state.seconds_left is not None
-    ]
+    left = [(state.steps - state.step, state.seconds_left) for state in active if state.step < state.steps]
+    timed = [(seconds, seconds / steps) for steps, seconds in left if seconds is not None]
     if not timed:
         return None
-    seconds_per_step = fmean(seconds / steps for seconds, steps in timed)
-    steps = sum(state.steps - state.step for state in left)
-    return max(steps * seconds_per_step / jobs, *(seconds for seconds, _ in timed))
+    steps, per_step = sum(steps for steps, _ in left), fmean(seconds for _, seconds in timed)
+    return max(steps * per_step / jobs, *(seconds for seconds, _ in timed))

@@ -78,9 +78,8 @@ def train(
     ranks = to_start or rank_count()
     asked = launched_name() if name is None else name
     if fork is not None and (resume is not None or probe):
-        raise UserError(
-            f"--fork {fork}: it starts a new run from a checkpoint; leave out --resume and --probe"
-        )
+        why = "it starts a new run from a checkpoint"
+        raise UserError(f"--fork {fork}: {why}; leave out --resume and --probe")
     if probe:
         others = {"--resume": resume, "--profile": profile, "--dry-run": dry_run, "several ranks": ranks > 1}
         if given := [flag for flag, value in others.items() if value]:
@@ -113,13 +112,7 @@ def train(
 
 
 def _run(plan: Plan, runs_dir: Path, ranks: int, profiler: ProfileCallback | None, dry_run: bool) -> None:
-    """Print the settings, then train with the console view and the signal handlers, and print the summary.
-
-    A dry run prints the settings, the memory and the first prompt of a new run instead.
-
-    Raises:
-        SystemExit: a signal has stopped the run.
-    """
+    """Print the settings, then train and print the summary, or preview a dry run."""
     from bandpo_cli.cli.train_view import TrainView, print_profile, print_summary, settings_rows
     from bandpo_cli.experiments.run import run_plan
 

@@ -83,11 +83,7 @@ def describe_model(config: RunConfig) -> str:
 
 
 def settings_rows(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[str, str]]:
-    """Return what a run does as (heading, text) rows: model, task, method, and the batch arithmetic.
-
-    Args:
-        ranks: number of processes that share the work.
-    """
+    """Return what a run of `ranks` processes does as (heading, text) rows: model, task, method, batch arithmetic."""
     sampling, optim, evaluation = config.sampling, config.optim, config.evaluation
     completions = sampling.prompts * sampling.samples
     refills = f"zero-variance groups sampled again up to {sampling.dynamic_batches - 1} times, "
@@ -130,9 +126,7 @@ class TrainView(ExperimentView):
         self._history: dict[str, list[float]] = {key: [] for key in CURVES}
         self._held_out: list[tuple[int, str]] = []
         self._last: Mapping[str, Any] = {}
-        self._skipped = 0
-        self._since_line = 0.0
-        self._shows_reward = False
+        self._skipped, self._since_line, self._shows_reward = 0, 0.0, False
         self._bar = Progress(
             "step",
             MofNCompleteColumn(),
@@ -145,16 +139,10 @@ class TrainView(ExperimentView):
         )
 
     def start(self, info: RunInfo) -> None:
-        """Print the notes and the run folder, and show the panel, with the metrics of the steps before a resume.
-
-        On a terminal the panel shows a request to stop too, in place of the signal handlers.
-        """
+        """Print the notes and the folder, and show the panel, which shows a request to stop too on a terminal."""
         if places := ", ".join(TrackingConfig.model_construct(**info.config["tracking"]).names):
-            places = places.replace("mlflow", "MLflow")
-            self.spinners = {
-                "load": LOADING,
-                "close": f"writing the plots, finishing the record in {places} …",
-            }
+            finishing = f"finishing the record in {places.replace('mlflow', 'MLflow')} …"
+            self.spinners = {"load": LOADING, "close": f"writing the plots, {finishing}"}
         self.print_start(info.folder, "run folder", info.notes)
         for record in RunFolder(info.folder).read_metrics():
             self._add_metrics(record)
@@ -175,7 +163,6 @@ class TrainView(ExperimentView):
             super().phase(name)
 
     def step(self, report: StepReport) -> None:
-        """Show one step."""
         self._report = report
         self._add_metrics(report.record)
         self._bar.update(self._task, completed=report.step)
@@ -279,7 +266,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 def eval_metrics_text(record: Mapping[str, float]) -> str:
     """Return an evaluation's metrics in one line, such as `mean@16 0.31 · pass@4 0.62`; "" when the step had none.
 
-    The mean reward is the first metric unless it equals mean@n. With several sets, metrics follow the set's label.
+    The mean reward is the first metric unless it equals mean@n. The metrics of several sets follow the set's label.
     """
     by_set: dict[str, list[str]] = {}
     for key, value in record.items():
@@ -295,9 +282,8 @@ def eval_metrics_text(record: Mapping[str, float]) -> str:
 
 def flagged_shares(record: Mapping[str, float]) -> str:
     """Return the shares of `FLAGGED` completions that are above their thresholds."""
-    return ", ".join(
-        f"{record[key]:.1%} {words}" for key, threshold, words in FLAGGED if record.get(key, 0.0) > threshold
-    )
+    shares = ((record.get(key, 0.0), threshold, words) for key, threshold, words in FLAGGED)
+    return ", ".join(f"{share:.1%} {words}" for share, threshold, words in shares if share > threshold)
 
 
 def sample_text(rollout: Rollout) -> Text:
@@ -334,26 +320,15 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
 
 
 _PROFILE_LABELS = {
-    "sample": "sampling",
-    "grade": "grading",
-    "logprobs": "old log-probs",
-    "update": "updates",
-    "update/forward": "forward",
-    "update/backward": "backward",
-    "update/optimizer": "optimizer",
-    "sync": "weight sync",
-    "record": "metrics and completions",
-    "eval": "evaluation",
-    "checkpoint": "checkpoint",
-}
+    "sample": "sampling", "grade": "grading", "logprobs": "old log-probs", "update": "updates",
+    "update/forward": "forward", "update/backward": "backward", "update/optimizer": "optimizer", "sync": "weight sync",
+    "record": "metrics and completions", "eval": "evaluation", "checkpoint": "checkpoint",
+}  # fmt: skip
 """Text of the phases and their parts in a profile, other parts have no row."""
 
 
 def print_profile(console: Console, profile: ProfileCallback) -> None:
-    """Print seconds and share per phase, the mean of the traced steps, and where to open the trace.
-
-    Parts of a phase are indented; `other` is the time of a step outside of all phases.
-    """
+    """Print seconds and share per phase and its parts, indented; `other` is the time outside of all phases."""
     count, first, last = len(profile.steps), profile.steps[0], profile.steps[-1]
     on_gpu = any(phase.gpu_seconds for phase in profile.phases.values())
     span = f"step {first}" if count == 1 else f"steps {first} to {last}"

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,45 +24,32 @@ MARGIN = 0.02
 """Default margin of equivalence, in units of accuracy."""
 
 _MAX_OBSERVATIONS = 10**9
-_ROUNDING = 1e-12  # relative; the order of summation changes a mean by less
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Conclusion:
     """The conclusion that a paired difference allows.
 
     Attributes:
-        text: `better`, `worse`, `higher` or `lower`, with `by less than m` if the difference is also within the margin;
-            `equivalent within ±m`; `undecided: n more seeds`; or why there is no test.
+        verdict: `better`, `worse`, `higher` or `lower`, with `by less than m` if the difference is also within the
+            margin; `equivalent within ±m`; `undecided: n more seeds`; or why there is no test.
         detectable: the smallest difference that a test of this size shows with a probability of 80%, from the observed
             spread; None without a test.
         p_equivalent: p-value of the two one-sided tests against ±margin; None without a margin or without a test.
         further: number of further seeds or problems that would decide; only for an undecided difference with a margin.
     """
 
-    text: str
+    verdict: str
     detectable: float | None = None
     p_equivalent: float | None = None
     further: int | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the verdict as JSON values, its text under `verdict`."""
-        values = asdict(self)
-        return {"verdict": values.pop("text"), **values}
 
-
-def check_margin(margin: float) -> float:
-    """Return the margin of equivalence. Raises ConfigError if it is not between 0 and 1."""
+def check_margin(margin: float) -> None:
+    """Raise ConfigError if a margin of equivalence is not between 0 and 1."""
     if not 0 < margin < 1:
-        raise ConfigError(
-            f"--margin {margin:g}: a difference of accuracies above 0 and below 1, as in {MARGIN}"
-        )
-    return margin
-
-
-def varies(values: NDArray[np.float64]) -> bool:
-    """Return whether there are two values that differ by more than rounding: only then is there an interval."""
-    return values.size > 1 and bool(np.ptp(values) > _ROUNDING * np.abs(values).max())
+        example = f"a difference of accuracies above 0 and below 1, as in {MARGIN}"
+        raise ConfigError(f"--margin {margin:g}: {example}")
 
 
 def conclude(
@@ -74,11 +60,12 @@ def conclude(
     words: tuple[str, str] = ("better", "worse"),
     unit: str = "seed",
     family: int = 1,
-) -> Verdict:
-    """Return the verdict on the mean of paired differences.
+) -> Conclusion:
+    """Return the conclusion on the mean of paired differences.
 
-    A significant difference comes first: it is `better` or `worse` also if it is within the margin, and the text then
-    says both. Only a difference that is not significant can be `equivalent`.
+    A significant difference comes first: it is `better` or `worse` also if it is within the margin, and the verdict
+    then says both. Only a difference that is not significant can be `equivalent`. It is if both one-sided t-tests
+    reject at 5%, so that the 90% t-interval is within the margin (Schuirmann 1987).
 
     Args:
         changes: [n], finite, one difference per seed or problem.
@@ -95,40 +82,27 @@ def conclude(
             if changes.size < 2
             else f"the same difference in every {unit}: no interval"
         )
-        return Verdict(few)
+        return Conclusion(few)
     n, mean, spread, alpha = len(changes), float(changes.mean()), float(changes.std(ddof=1)), ALPHA / family
-    detectable = spread * smallest_effect(n, alpha)
-    p_equivalent = None if margin is None else equivalence_p(changes, margin)
-    equivalent = p_equivalent is not None and p_equivalent <= ALPHA
-    if p <= ALPHA:
-        direction = words[0] if mean > 0 else words[1]
-        text = f"{direction} by less than {margin:g}" if equivalent else direction
-        return Verdict(text, detectable, p_equivalent)
+    direction, detectable = words[int(mean < 0)], spread * smallest_effect(n, alpha)
     if margin is None:
-        return Verdict("undecided", detectable)
-    if equivalent:
-        return Verdict(f"equivalent within ±{margin:g}", detectable, p_equivalent)
-    further = max(1, observations_to_decide(n, mean, spread, margin, alpha) - n)
-    text = f"undecided: {further:,} more {plural(further, unit).partition(' ')[2]}"
-    return Verdict(text, detectable, p_equivalent, further)
+        return Conclusion(direction if p <= ALPHA else "undecided", detectable)
+    from statsmodels.stats.weightstats import DescrStatsW  # 1.5 s to import, as everything of statsmodels
 
-
-def equivalence_p(changes: NDArray[np.float64], margin: float) -> float:
-    """Return the p-value of the two one-sided t-tests that the mean is above −margin and below +margin.
-
-    It is at most 5% exactly if the 90% t-interval is within the margin (Schuirmann 1987).
-    """
-    from statsmodels.stats.weightstats import DescrStatsW  # 1.5 s to import, as for everything of statsmodels
-
-    return float(DescrStatsW(changes).ttost_mean(-margin, margin)[0])
+    p_equivalent = float(DescrStatsW(changes).ttost_mean(-margin, margin)[0])
+    if p <= ALPHA:
+        verdict = direction + (f" by less than {margin:g}" if p_equivalent <= ALPHA else "")
+    elif p_equivalent <= ALPHA:
+        verdict = f"equivalent within ±{margin:g}"
+    else:
+        further = max(1, observations_to_decide(n, mean, spread, margin, alpha) - n)
+        verdict = f"undecided: {plural(further, f'more {unit}')}"
+        return Conclusion(verdict, detectable, p_equivalent, further)
+    return Conclusion(verdict, detectable, p_equivalent)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values adjusted by Holm's method (1979).
-
-    Rejecting the hypotheses whose adjusted p-value is at most α makes at least one false rejection with probability
-    at most α.
-    """
+    """Return the p-values adjusted by Holm's method: at most α for a false rejection with probability at most α."""
     from statsmodels.stats.multitest import multipletests
 
     return [float(p) for p in multipletests(p_values, method="holm")[1]] if p_values else []
@@ -137,8 +111,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def smallest_effect(n: int, alpha: float = ALPHA, power: float = POWER, sides: int = 2) -> float:
     """Return the effect, in standard deviations, that a t-test of n observations shows with probability `power`.
 
-    The test is one-sample, or paired. The other side of a two-sided test is ignored, less than 10⁻⁶ of the power. This
-    inverse of the noncentral t distribution also has values where `TTestPower` of statsmodels has NaN (n = 2).
+    This inverse of the noncentral t distribution also has values where `TTestPower` of statsmodels has NaN (n = 2). The
+    other side of a two-sided test is ignored, less than 10⁻⁵ of the power.
     """
     critical = stdtrit(n - 1, 1 - alpha / sides)
     return float(nctdtrinc(n - 1, 1 - power, critical) / math.sqrt(n))

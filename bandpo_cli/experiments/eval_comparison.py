@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from bandpo_cli.config.layers import flatten, read_layer
 from bandpo_cli.errors import UserError, nearest, plural
-from bandpo_cli.evaluation.scores import LEVEL, Interval
-from bandpo_cli.evaluation.verdicts import MARGIN, Verdict, check_margin, conclude, varies
+from bandpo_cli.evaluation.scores import Interval
+from bandpo_cli.evaluation.verdicts import MARGIN, Conclusion, check_margin, conclude
 from bandpo_cli.paths import folders_containing, user_path
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import RECORD_FILE, RunFolder, find_folder, find_run, is_run_folder
@@ -43,7 +43,7 @@ class MetricDifference(NamedTuple):
     a: float
     b: float
     change: Interval
-    verdict: Verdict
+    conclusion: Conclusion
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Comparison:
         return {
             "problems": {"shared": self.shared, "only_a": self.only_a, "only_b": self.only_b},
             "metrics": {
-                name: {"a": a, "b": b, **change._asdict(), **verdict.as_json()}
-                for name, (a, b, change, verdict) in self.metrics.items()
+                name: {"a": a, "b": b, **change._asdict(), **asdict(conclusion)}
+                for name, (a, b, change, conclusion) in self.metrics.items()
             },
             "wins": self.wins,
             "losses": self.losses,
@@ -216,18 +216,17 @@ def _compare_sets(
 
 def _difference(name: str, a: Sequence[float], b: Sequence[float], margin: float) -> MetricDifference:
     """Return the difference of a metric from its values by problem, with the interval and the verdict of the t-test."""
-    changes = np.subtract(b, a)
-    low, high, p = math.nan, math.nan, None
-    if varies(changes):
-        from scipy.stats import ttest_1samp  # 0.6 s to import
+    from bandpo_cli.reports.compare_variants import paired_test
 
-        test = ttest_1samp(changes, 0.0)
-        (low, high), p = test.confidence_interval(LEVEL), float(test.pvalue)
-    accuracy = name.startswith(_ACCURACIES)
+    changes = np.subtract(b, a)
+    test, accuracy = paired_test(changes), name.startswith(_ACCURACIES)
+    assert test is not None
     words = ("better", "worse") if accuracy or name == "reward" else ("higher", "lower")
-    verdict = conclude(changes, p, margin if accuracy else None, words=words, unit="problem")
-    change = Interval(float(changes.mean()), float(low), float(high))
-    return MetricDifference(float(np.mean(a)), float(np.mean(b)), change, verdict)
+    conclusion = conclude(changes, test.p, margin if accuracy else None, words=words, unit="problem")
+    low, high = (math.nan if end is None else end for end in (test.change.low, test.change.high))
+    return MetricDifference(
+        float(np.mean(a)), float(np.mean(b)), Interval(test.change.mean, low, high), conclusion
+    )
 
 
 def _by_problem(record: Mapping[str, Any], label: str, which: str) -> dict[str, dict[str, Any]]:

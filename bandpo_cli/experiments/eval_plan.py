@@ -54,13 +54,7 @@ _USED_SECTIONS = {"seed", "model", "task", "sampling", "grading", "evaluation", 
 
 @dataclass(frozen=True)
 class SamplesFile:
-    """Stored completions.
-
-    Attributes:
-        digest: SHA-256 of its contents; a resume compares it.
-        grader: the grader that the user named; None for the data's own.
-        sets: problems with their completions, by evaluation set.
-    """
+    """Stored completions: the file, its SHA-256, the grader that the user named, and the problems by evaluation set."""
 
     path: Path
     digest: str
@@ -70,12 +64,7 @@ class SamplesFile:
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """An evaluation that has been checked and not started.
-
-    Attributes:
-        config: seed, model, task, sampling, grading, evaluation and tracking are used, the other sections are not.
-        source: the model and its task, or stored completions.
-    """
+    """An evaluation that has been checked and not started; it uses the sections in `_USED_SECTIONS`."""
 
     config: RunConfig
     source: tuple[ModelRef, Task] | SamplesFile
@@ -84,11 +73,9 @@ class EvalPlan:
         """Return the name of an evaluation to which the user gives none: what is evaluated, and the time."""
         if isinstance(self.source, SamplesFile):
             path, end = self.source.path.absolute(), "-rescored"
-            what = path.stem
-            if path.name == SAMPLES_FILE:
-                what = path.parent.name.removeprefix("eval-")
-            elif path.parent.name == "samples":
-                what = f"{path.parent.parent.name}-{path.stem}"
+            of_run = f"{path.parent.parent.name}-" if path.parent.name == "samples" else ""
+            is_evaluation = path.name == SAMPLES_FILE
+            what = path.parent.name.removeprefix("eval-") if is_evaluation else f"{of_run}{path.stem}"
         else:
             model, task = self.source
             what = f"{model.stem}-{'+'.join(task.heldout_sets())}"
@@ -101,14 +88,13 @@ class EvalPlan:
         config = self.config.model_dump(mode="json", include=_USED_SECTIONS)
         for source in (*config["task"].get("train", ()), *config["task"].get("heldout", ())):
             source["path"] = _absolute_path(source["path"])
-        source, model, samples = self.source, None, None
-        if isinstance(source, SamplesFile):
-            samples = {"path": str(source.path.absolute()), "sha256": source.digest, "grader": source.grader}
-        else:
-            ref, _ = source
-            run = None if ref.run is None else str(ref.run.path.absolute())
-            model = {"path": _absolute_path(ref.path), "run": run, "step": ref.step}
-        return {"model": model, "samples": samples, "config": config}
+        if isinstance(file := self.source, SamplesFile):
+            samples = {"path": str(file.path.absolute()), "sha256": file.digest, "grader": file.grader}
+            return {"model": None, "samples": samples, "config": config}
+        ref, _ = file
+        run = None if ref.run is None else str(ref.run.path.absolute())
+        model = {"path": _absolute_path(ref.path), "run": run, "step": ref.step}
+        return {"model": model, "samples": None, "config": config}
 
 
 def _absolute_path(path: str | None) -> str | None:
@@ -150,14 +136,10 @@ def plan_evaluation(
     runs_dir: Path | str = "runs",
     **options: Unpack[EvalOptions],
 ) -> EvalPlan:
-    """Check everything that can be checked without torch, and load the problems.
+    """Check everything that can be checked without torch, and load the problems; the arguments are as for `evaluate`.
 
-    Args:
-        model, tasks, runs_dir: as for `evaluate`.
-        base: settings that the options override.
-        options: see `EvalOptions`.
-
-    Raises UserError if there is no such model, task or file, or a setting cannot be used.
+    `base` are settings that the options override. Raises UserError if there is no such model, task or file, or a
+    setting cannot be used.
     """
     n, k = options.get("n"), options.get("k")
     if n is not None and k and max(k) > n:
@@ -173,20 +155,24 @@ def plan_evaluation(
     }
     given = nest({key: value for key, value in flags.items() if value is not None})
     layers = [*base, given, *options.get("settings", ())]
-    samples, grader = options.get("samples"), options.get("grader")
-    if samples is not None:
-        request = _samples_request(user_path(str(samples)), grader, layers)
+    grader = options.get("grader")
+    if (samples := options.get("samples")) is not None:
+        plan = _plan_samples(user_path(str(samples)), grader, layers)
     else:
         layers += [] if grader is None else [{"task": {"grader": grader, "rewards": None}}]
-        request = _model_request(model, tasks, Path(runs_dir), layers)
-    if not request.config.evaluation.k:
+        plan = _plan_model(model, tasks, Path(runs_dir), layers)
+    if not plan.config.evaluation.k:
         raise UserError("evaluation.k: give at least one k")
-    return request
+    return plan
 
 
-def _model_request(model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer]) -> EvalPlan:
+def _plan_model(model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer]) -> EvalPlan:
     """Return the evaluation of a model, with the settings of its run, then `layers`."""
-    ref = _untrained_model(model, runs_dir) or resolve_model(model, runs_dir)
+    run, step = find_run(model, runs_dir) or (None, None)
+    if run is not None and step == 0:  # the model that the run started from: there is no such checkpoint
+        ref = ModelRef(resolve([read_layer(run.path / RunFolder.marker)]).model.path, run, step)
+    else:
+        ref = resolve_model(model, runs_dir)
     base = [] if ref.run is None else run_layers(ref.run)
     own = resolve(base) if base else None
     task_layer = _task_layer(tasks, own)
@@ -203,10 +189,7 @@ def _model_request(model: str, tasks: Sequence[str], runs_dir: Path, layers: Seq
 
 
 def _warn_of_training_problems(own: RunConfig, config: RunConfig, task: Task) -> None:
-    """Log how many problems are training problems of the run with the settings `own`, by their questions.
-
-    Only training data in files is compared: a data set of the hub may have to be downloaded.
-    """
+    """Log how many problems are training problems, in files, of the run with the settings `own`."""
     if not (isinstance(own.task, DataTask) and isinstance(config.task, DataTask)) or hub_ids(own.task):
         return
     # Questions in the same template can be compared.
@@ -218,21 +201,13 @@ def _warn_of_training_problems(own: RunConfig, config: RunConfig, task: Task) ->
     for label, problems in task.heldout_sets().items():
         evaluated = problems[: config.evaluation.problems]
         if count := sum(question_key(problem.prompt) in trained for problem in evaluated):
-            of_all = f"{label}: {count:,} of {plural(len(evaluated), 'problem')}"
-            log.warning(
-                "%s are training problems of the run; without --task, the held-out ones are used", of_all
+            of_all = (
+                f"{label}: {count:,} of {plural(len(evaluated), 'problem')} are training problems of the run"
             )
+            log.warning("%s; without --task, the held-out ones are used", of_all)
 
 
-def _untrained_model(text: str, runs_dir: Path) -> ModelRef | None:
-    """Return the model that a run started from if `text` is RUN@0: a run has no checkpoint of step 0."""
-    run, step = find_run(text, runs_dir) or (None, None)
-    if run is None or step != 0:
-        return None
-    return ModelRef(resolve([read_layer(run.path / RunFolder.marker)]).model.path, run, step)
-
-
-def _samples_request(path: Path, grader: str | None, layers: Sequence[Layer]) -> EvalPlan:
+def _plan_samples(path: Path, grader: str | None, layers: Sequence[Layer]) -> EvalPlan:
     """Return the evaluation of stored completions."""
     sets = read_completions(path, grader)
     fewest = min(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P)
@@ -248,9 +223,9 @@ def _samples_request(path: Path, grader: str | None, layers: Sequence[Layer]) ->
 
 
 def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalPlan:
-    """Return the request that the evaluation in `folder` was made from, with other settings of `tracking` only.
+    """Return the plan that the evaluation in `folder` was made from, with other settings of `tracking` only.
 
-    One that has all its completions needs neither its model nor its samples file.
+    An evaluation that has all its completions needs neither its model nor its samples file.
 
     Raises UserError if the record is damaged, or the model or the samples have changed or are missing.
     """

@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from bandpo_cli.evaluation.evaluate import Batch
     from bandpo_cli.evaluation.scores import Scores
 
-Parts = dict[PartKey, list[EvalRow]]
-"""Stored completions of an evaluation that is not complete."""
-
 log = logging.getLogger("bandpo_cli")
 
 
@@ -55,11 +52,8 @@ log = logging.getLogger("bandpo_cli")
 class EvalInfo:
     """An evaluation at its start, as callbacks receive it.
 
-    Attributes:
-        completions: number of completions of the complete evaluation.
-        stored: number of completions that an interrupted evaluation has left.
-        rescored: all completions were stored, and are only scored again.
-        notes: remarks of loading, one line each.
+    `stored` of its `completions` are left by an interrupted evaluation; if all are, it is `rescored` only. `notes` has
+    remarks of loading, one line each.
     """
 
     request: EvalPlan
@@ -72,10 +66,9 @@ class EvalInfo:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The end of an evaluation.
+    """The end of an evaluation, with the contents of eval.json.
 
     Attributes:
-        record: the contents of eval.json.
         scores: metrics with intervals by evaluation set; empty where the evaluation ended early.
         mlflow: the address of the run in MLflow, for a file or a database after the command that starts MLflow's pages;
             None where MLflow does not have the metrics, and in `Callback.end`, which comes before they are sent.
@@ -111,8 +104,9 @@ class _Source:
     notes: Sequence[str] = ()
     sampler: Mapping[str, str] | None = None
 
-    def planned(self) -> dict[str, Any]:
-        """Return the entry of the sets in a record without metrics; a resume compares the problems with it."""
+    @property
+    def sets(self) -> dict[str, Any]:
+        """The entry `sets` of a record without metrics; a resume compares the problems with it."""
         sets = self.ids.items()
         return {label: {"problems": len(ids), "ids": text_hash("\n".join(ids))} for label, ids in sets}
 
@@ -128,7 +122,7 @@ def evaluate(
 ) -> EvalResult:
     """Score a model, or stored completions, in a new folder, and store every completion.
 
-    In a script that torchrun has started, all processes sample a share of the problems each and must call this with the
+    The processes of a script that torchrun has started sample a share of the problems each and must call this with the
     same arguments. Each of them returns the result; MLflow's place is known to rank 0 alone.
 
     Args:
@@ -144,8 +138,7 @@ def evaluate(
         RunError: the device has not enough memory, the engine failed, or (`GraderFailedError`) every answer is a grader
             error; graded completions are stored.
     """
-    runs_dir = Path(runs_dir)
-    plan = model
+    plan, runs_dir = model, Path(runs_dir)
     if not isinstance(plan, EvalPlan):
         plan = plan_evaluation(plan, tasks, runs_dir=runs_dir, **options)
     return _run(plan, runs_dir, callbacks, choose_run_name(runs_dir, name, plan.default_name()))
@@ -177,44 +170,42 @@ def resume_evaluation(
 def _run(
     plan: EvalPlan, runs_dir: Path, callbacks: Sequence[EvalCallback], target: EvalFolder | str
 ) -> EvalResult:
-    """Evaluate with the ranks that torchrun has started, call `end` of the callbacks, and send the metrics to MLflow.
-
-    `target` is the folder of an evaluation that is resumed, or the name of a new one.
-    """
+    """Evaluate in the folder `target`, or in a new one of this name, and send the metrics to MLflow."""
     check_ranks(plan.config, rank_count(), training=False)
     is_main = is_main_process()
     events: _Events = Dispatcher(callbacks if is_main else ())
     with ExitStack() as stack:
-        head: dict[
-            str, Any
-        ] = {}  # of the record, from here on with a status also when the evaluation ends early
+        head: dict[str, Any] = {}  # of the record, which has a status also when the evaluation ends early
         if isinstance(target, EvalFolder) and target.samples_path.exists():
-            source, folder = None, target
-            device, stall_after = plan.config.model.device, plan.config.tracking.stall_after
-            ranks = stack.enter_context(connected_ranks(device, stall_after))
-            rows = _stored_rows(folder) if is_main else []
+            source, folder, config = None, target, plan.config
+            ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
+            rows: list[EvalRow] = []
+            if is_main:
+                folder.drop_parts()  # a kill between the table and this call leaves them
+                if not (rows := read_eval_table(folder.samples_path)):
+                    raise UserError(
+                        f"{folder.samples_path}: holds no completions; remove it to sample them again"
+                    )
             info = EvalInfo(plan, folder.path, len(rows), len(rows), True, ())
         else:
-            source, parts = _open_source(plan, events, stack), Parts()
+            source, parts = _open_source(plan, events, stack), dict[PartKey, list[EvalRow]]()
             plan, ranks = replace(plan, config=source.config), source.ranks
             folder, done = ranks.on_main(partial(_open_folder, target, runs_dir, source, parts))
             stored = sum(map(len, parts.values()))
             info = EvalInfo(plan, folder.path, source.completions, stored, False, source.notes)
             if is_main:
-                head = {**plan.as_json(), "sets": source.planned()}
+                head = {**plan.as_json(), "sets": source.sets}
                 keep_code(json.dumps(head), folder.path)
                 folder.write_record({"name": folder.name, "status": "running", **head})
         record: dict[str, Any] = {}
         scores: dict[str, Scores] = {}
-        error: BaseException | None = None
         try:
             events.start(info)
             if source is not None:
                 rows = _collect(source, folder, parts, done, events)
             if is_main:
                 record, scores = _score(plan, folder, rows, events)
-        except BaseException as raised:
-            error = raised
+        except BaseException as error:
             if head:
                 status = "interrupted" if status_of(error) == "KILLED" else "failed"
                 record = {"name": folder.name, "status": status, **head}
@@ -241,16 +232,16 @@ def _open_source(plan: EvalPlan, events: _Events, stack: ExitStack) -> _Source:
         ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
         if ranks.size > 1:
             raise UserError(f"{source.path}: a file is graded by one process; remove --nproc or torchrun")
-        stored_by_label = source.sets.items()
-        grader.spawn({stored.problem.grader for _, stored_P in stored_by_label for stored in stored_P})
-        ids = {label: [stored.problem.id for stored in stored_P] for label, stored_P in stored_by_label}
-        count = sum(len(stored.completions_G) for _, stored_P in stored_by_label for stored in stored_P)
+        problems = [stored for stored_P in source.sets.values() for stored in stored_P]
+        grader.spawn({stored.problem.grader for stored in problems})
+        ids = {label: [stored.problem.id for stored in stored_P] for label, stored_P in source.sets.items()}
+        count = sum(len(stored.completions_G) for stored in problems)
         batches = partial(regrade_batches, grader.grade, source.sets, config.evaluation.batch)
         return _Source(config, ranks, ids, count, batches, grader)
     from bandpo_cli.experiments.run import start_process
 
     config, ranks = start_process(config, source[1], events, stack, training=False)
-    settings = config.evaluation
+    settings, grade = config.evaluation, partial(grade_components, grader.grade, config.task.rewards)
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
         from bandpo_cli.sampling.rollouts import set_up_sampling
@@ -261,59 +252,44 @@ def _open_source(plan: EvalPlan, events: _Events, stack: ExitStack) -> _Source:
     stack.enter_context(closed_at_end("the sampling engine", sampler.close))
     if loaded.conversations is not None:
         stack.callback(loaded.conversations.pool.close)
-    batches = partial(
-        sample_batches,
-        sampler,
-        loaded.encoder,
-        partial(grade_components, grader.grade, config.task.rewards),
-        loaded.heldout,
-        SamplingParams(settings.samples, settings.temperature, config.sampling.max_tokens, loaded.stop_ids),
-        settings.batch,
-        config.seed,
-        version=0,
-        cancel=grader.cancel,
-        ranks=ranks,
-        conversations=loaded.conversations,
-    )
+    tokens = config.sampling.max_tokens
+    params = SamplingParams(settings.samples, settings.temperature, tokens, loaded.stop_ids)
+    what = sampler, loaded.encoder, grade, loaded.heldout, params, settings.batch, config.seed
+    how: dict[str, Any] = {
+        "version": 0,
+        "cancel": grader.cancel,
+        "ranks": ranks,
+        "conversations": loaded.conversations,
+    }
+    batches = partial(sample_batches, *what, **how)
     ids = {label: [problem.id for problem in problems_P] for label, problems_P in loaded.heldout.items()}
     count = sum(map(len, ids.values())) * settings.samples
     return _Source(config, ranks, ids, count, batches, grader, loaded.notes, sampler.describe())
 
 
 def _open_folder(
-    target: EvalFolder | str, runs_dir: Path, source: _Source, parts: Parts
+    target: EvalFolder | str, runs_dir: Path, source: _Source, parts: dict[PartKey, list[EvalRow]]
 ) -> tuple[EvalFolder, set[PartKey]]:
-    """Create or open the folder; return it with the keys of `parts`, to which its stored completions are added.
-
-    Completions whose grader failed on all of a part are graded again.
-    """
+    """Create or open the folder; add what is stored to `parts`, except where the grader always failed."""
     if isinstance(target, str):
         folder = EvalFolder.create(runs_dir, target)
         write_json(folder.path / "env.json", describe_environment(sampler=source.sampler))
         return folder, set()
     stored, failed = target.read_parts().items(), GRADER_ERROR.verdict
     parts |= {key: rows for key, rows in stored if any(row["verdict"] != failed for row in rows)}
-    if parts and read_record(target.path / RECORD_FILE)["sets"] != source.planned():
+    if parts and read_record(target.path / RECORD_FILE)["sets"] != source.sets:
         raise UserError(f"--resume {target.name}: its tasks have other problems now; start a new evaluation")
     return target, {*parts}
 
 
-def _stored_rows(folder: EvalFolder) -> list[EvalRow]:
-    """Return the completions of an evaluation that has all of them."""
-    folder.drop_parts()  # a kill between the table and this call leaves them
-    rows = read_eval_table(folder.samples_path)
-    if not rows:
-        raise UserError(f"{folder.samples_path}: holds no completions; remove it to sample them again")
-    return rows
-
-
 def _collect(
-    source: _Source, folder: EvalFolder, parts: Parts, done: set[PartKey], events: _Events
+    source: _Source,
+    folder: EvalFolder,
+    parts: dict[PartKey, list[EvalRow]],
+    done: set[PartKey],
+    events: _Events,
 ) -> list[EvalRow]:
-    """Sample and grade every completion that is not `done`; rank 0 stores each batch before the next.
-
-    Return all of them on rank 0, where `parts` are those stored before; nothing on another rank.
-    """
+    """Sample and grade what is not `done`; rank 0 stores each batch and returns all of them, others nothing."""
     is_main = source.ranks.is_main
     if is_main:
         events.phase("sample")
@@ -384,9 +360,8 @@ def _send_to_mlflow(request: EvalPlan, result: EvalResult, runs_dir: Path) -> st
     model = ModelRef("") if isinstance(request.source, SamplesFile) else request.source[0]
     run = None if model.run is None else model.run.path
     store = tracking_store(request.config.tracking, runs_dir if run is None else run.parent)
-    config = record["config"]
-    model_settings = {**config["model"], **(record["model"] or {})}
-    params = {**config, "model": model_settings, "samples": record["samples"]}
+    model_settings = {**record["config"]["model"], **(record["model"] or {})}
+    params = {**record["config"], "model": model_settings, "samples": record["samples"]}
     files = [folder / "eval.json", EvalFolder(folder).samples_path, folder / "plots" / "success.png"]
     try:
         env = json.loads((folder / "env.json").read_text(encoding="utf-8"))

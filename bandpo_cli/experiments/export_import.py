@@ -353,10 +353,7 @@ def sync(
 
 
 def _choose_runs(names: Sequence[str], all_runs: bool, runs_dir: Path) -> dict[Path, bool]:
-    """Return the folders of the runs that `names` name, or of every run in `runs_dir`; each once.
-
-    The value is True for a run that was named itself, and not a folder that contains it.
-    """
+    """Return the folders of the runs, each once; the value is True for a run that was named itself."""
     if all_runs == bool(names):
         raise UserError("name the runs to send, or give --all for every run; not both")
     chosen: dict[Path, tuple[Path, bool]] = {}

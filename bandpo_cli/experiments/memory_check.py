@@ -36,12 +36,8 @@ log = logging.getLogger("bandpo_cli")
 def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> MemoryEstimate:
     """Estimate the memory of a run on the GPU of this rank, or on this machine where there is none. Imports torch.
 
-    Args:
-        ranks: number of ranks, each with a GPU of its own, or all on this machine without one.
-        training: False for an evaluation, which has no updates.
-
-    Raises UserError if the model's architecture cannot be read, or this machine has no such GPU or no memory left on
-    it.
+    `training` is False for an evaluation, which has no updates. Raises UserError if the model's architecture cannot be
+    read, or this machine has no such GPU or no memory left on it.
     """
     from bandpo_cli.models.load import is_on_cuda
     from bandpo_cli.models.memory_estimate import Device, estimate_memory
@@ -74,11 +70,10 @@ def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> M
 def memory_of_task(
     config: RunConfig, task: Task | None, ranks: int = 1, training: bool = True
 ) -> tuple[RunConfig, MemoryEstimate]:
-    """Return the estimate of a run on this task, and the settings that it is made of. Imports torch.
+    """Return the estimate of a run on this task, and the settings that it is made of; see `memory_report`.
 
     If the run does not fit with prompts of `sampling.max_prompt_tokens`, this setting is the length of the longest
-    prompt of the task. For an evaluation `evaluation.problems` is the number of problems of all its sets. The other
-    arguments and the errors are those of `memory_report`.
+    prompt of the task. For an evaluation `evaluation.problems` is the number of problems of all its sets.
     """
     if task is not None and not training:
         sets = task.heldout_sets().values()
@@ -87,21 +82,16 @@ def memory_of_task(
     estimate = memory_report(config, ranks, training)
     if estimate.fits or task is None:
         return config, estimate
-    longest = min(_longest_prompt(config, task, training), config.sampling.max_prompt_tokens)
-    config = with_values(config, {"sampling.max_prompt_tokens": longest})
-    return config, memory_report(config, ranks, training)
-
-
-def _longest_prompt(config: RunConfig, task: Task, training: bool) -> int:
-    """Return the number of tokens of the longest prompt, by the tokenizer alone. Imports transformers."""
     from bandpo_cli.models.load import load_tokenizer
     from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 
     heldout = task.heldout_sets().values() if config.evaluation.every or not training else ()
     problems = chain(task.train_problems() if training else (), *heldout)
     longest = nlargest(_LONGEST_TEXTS, problems, key=lambda problem: len(str(problem.prompt)))
-    encoder = PromptEncoder.of_run(load_tokenizer(config.model), config)
-    return max(len(prompt.token_ids) for prompt in encoder.encode(longest))
+    prompts = PromptEncoder.of_run(load_tokenizer(config.model), config).encode(longest)
+    tokens = min(max(len(prompt.token_ids) for prompt in prompts), config.sampling.max_prompt_tokens)
+    config = with_values(config, {"sampling.max_prompt_tokens": tokens})
+    return config, memory_report(config, ranks, training)
 
 
 def _cards(config: RunConfig, local_ranks: int) -> tuple[int, list[int]]:
@@ -125,12 +115,8 @@ def check_memory(
 ) -> RunConfig:
     """Log the estimate of a run on a GPU, and return its settings with vLLM's share of the GPU. Imports torch.
 
-    Without a GPU only a run that does not fit is logged. All ranks must call this together.
-
-    Args:
-        training: False for an evaluation, which has no updates.
-        changeable: settings that a message may advise to change; None for all.
-        task: the problems, whose prompts may be shorter than `sampling.max_prompt_tokens`; None if not known.
+    Without a GPU only a run that does not fit is logged. All ranks must call this together. `changeable` are the
+    settings that a message may advise to change, None for all; the other arguments are those of `memory_of_task`.
 
     Raises UserError if the run needs more memory than its GPU has, or than other processes leave of it.
     """
@@ -185,10 +171,7 @@ def saving_advice(
     training: bool = True,
     changeable: Sequence[str] | None = None,
 ) -> str:
-    """Return the settings with which a run fits that does not, as the end of a message. Imports torch.
-
-    The arguments are those of `check_memory`.
-    """
+    """Return the settings with which a run fits that does not, as the end of a message; see `check_memory`."""
     from bandpo_cli.models.memory_estimate import estimate_memory
 
     def fits(flags: Mapping[str, str]) -> bool:
@@ -245,7 +228,6 @@ def memory_savings(
     """Return settings with values that lower the memory, those that cost least first.
 
     Args:
-        on_gpu: the policy is on a CUDA GPU; with it follows which engine `sampling.engine: auto` is.
         training: False for an evaluation, or a GPU that only samples, which have no updates.
         engine_has_gpu: the engine process (`max_lag`) has a GPU to itself, so that the trainer's has more memory.
         gpus: number of GPUs that the run could use in place of one.
@@ -296,8 +278,7 @@ def out_of_memory_errors(config: RunConfig, training: bool = True) -> Iterator[N
         # precedes the brackets is kept: it says that the engine process has failed.
         head, _, text = first_line(failed, max_chars=1000).rpartition("] ")
         size = f"{head.partition('[')[0]}{text.split('. GPU', 1)[0]}".strip()
-        first = dict(
-            reversed(memory_savings(config, on_gpu, training, has_gpu))
-        )  # of several values the first
+        savings = memory_savings(config, on_gpu, training, has_gpu)
+        first = dict(reversed(savings))  # of several values the first
         flags = ", ".join(_flag_text(*flag) for flag in reversed(first.items()))
         raise RunError(f"out of memory ({size}); for less memory, in this order: {flags}") from error

@@ -50,11 +50,9 @@ _CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call> (or the form o
 
 
 class StepMonitor:
-    """The steps of a run so far: warnings about the last one, and the reason to end the run after it.
+    """The steps of a run so far, after the lines `records`: warnings about the last one, and the reason to end the run.
 
-    Args:
-        records: lines of metrics.jsonl of the steps before; the last `stop.steps` of them count.
-        stop_requested: returns True once the user has asked the run to stop; None where nobody can.
+    `stop_requested` returns True once the user has asked the run to stop; None where nobody can.
     """
 
     def __init__(
@@ -65,11 +63,7 @@ class StepMonitor:
         self._without_gradient, self._warned_of_calls = 0, False
 
     def add(self, report: StepReport) -> list[str]:
-        """Add a step, and return the warnings about it, one line each.
-
-        Advice comes once for several steps in a row without a gradient, where the rewards of every group were equal,
-        and once for a step in which no completion called a tool.
-        """
+        """Add a step, and return the warnings about it, one line each; those that give advice come once."""
         record, sample, steps = report.record, report.sample, self._config.stop.steps
         self._recent.append(record)
         warnings = []
@@ -99,7 +93,7 @@ class StepMonitor:
 
     @property
     def stop_reason(self) -> str | None:
-        """The criterion that ends the run after the last step, in one line; None without one."""
+        """The criterion that ends the run after the last step; see the function `stop_reason`."""
         return stop_reason(self._config, self._recent)
 
     def is_over(self) -> bool:
@@ -108,12 +102,9 @@ class StepMonitor:
 
 
 def stop_reason(config: RunConfig, records: Sequence[Record]) -> str | None:
-    """Return the criterion or the budget that ends a run after the last of its lines in `records`, in one line.
+    """Return the criterion or budget that ends a run after the last of `records`, in one line; None without.
 
-    None if no criterion is fulfilled, or the last step of the run is done.
-
-    Raises:
-        ConfigError: the record has no totals to compare with a budget, since an earlier version began the run.
+    Raises ConfigError if the record has no totals to compare with a budget, since an earlier version began the run.
     """
     if not records or records[-1]["step"] >= config.steps:
         return None
@@ -143,11 +134,7 @@ def _steps_beyond(config: RunConfig, records: Sequence[Record]) -> Iterator[tupl
 
 
 def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:
-    """Return the settings to try, each with its reason, the most likely cause first; empty if nothing stands out.
-
-    Args:
-        metrics: those of a step (`training.metrics`): of its completions, and of its updates if there were any.
-    """
+    """Return the settings to try by the metrics of a step, each with its reason, the most likely cause first."""
     truncated, unreadable = metrics["train/truncated_fraction"], metrics["grade/malformed_fraction"]
     useful, accuracy = 1 - metrics["train/uniform_group_fraction"], metrics["train/accuracy"]
     lines = []

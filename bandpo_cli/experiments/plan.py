@@ -158,10 +158,7 @@ class ForkPoint:
         return f"{self.run.path.absolute()}@{self.progress.step}"
 
     def changes(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-        """Return the settings that a fork changes, except `tracking`: the values of the parent and of the fork.
-
-        Raises ConfigError if a setting cannot change, or no step is left to train, also by a criterion of `stop`.
-        """
+        """Return the settings that a fork changes, without `tracking`; raise ConfigError if it cannot."""
         differing = setting_changes(self.config, config).items()
         changes = {key: values for key, values in differing if not key.startswith("tracking.")}
         where, step = f"--fork {self.run.name}@{self.progress.step}", self.progress.step
@@ -221,10 +218,7 @@ def plan_fork(
 
 
 def fork_point(text: str, runs_dir: Path) -> ForkPoint:
-    """Return the checkpoint that RUN or RUN@STEP means: the last complete one of RUN, or that of the step.
-
-    Raises UserError if there is no such run or no such checkpoint, or its files are damaged.
-    """
+    """Return the checkpoint that RUN or RUN@STEP means, the last complete one. Raises UserError as `run.fork`."""
     match = find_run(text, runs_dir)
     if match is None:
         raise not_found("run", text.rpartition("@")[0] or text, runs_dir, RunFolder.marker)
@@ -256,10 +250,7 @@ def locked_resume(
     read_only: bool = False,
     ranks: int | None = None,
 ) -> Iterator[Plan]:
-    """Yield the plan of a resume, with the run's lock held; a read-only plan takes no lock.
-
-    `ranks` is as for `plan_training`. Raises UserError as `plan_resume`, or if another process writes the run.
-    """
+    """Yield the plan of a resume, with the run's lock held unless it is read-only; see `plan_training`."""
     folder = RunFolder.open(Path(runs_dir), run)
     # With several ranks, rank 0 holds the lock for all of them.
     lock = run_lock(folder.path) if is_main_process() and not read_only else nullcontext()

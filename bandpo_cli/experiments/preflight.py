@@ -68,11 +68,7 @@ more than runs usually differ by. The smallest public sets in use, AIME and AMC,
 
 
 def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
-    """Return the name of a new folder in `runs_dir`: `asked`, or `default` with a suffix if it is taken.
-
-    Raises:
-        UserError: `asked` is taken or is no valid folder name, or `runs_dir` is not writable.
-    """
+    """Return the name of a new folder in `runs_dir`: `asked`, or `default` with a suffix; or raise UserError."""
     # `runs_dir` is created with the run, inside the innermost of its parents that exists.
     place = runs_dir.absolute()
     existing = next(filter(path_exists, (place, *place.parents)))
@@ -97,12 +93,10 @@ def read_numbers(option: str, text: str, first: int, last: int) -> list[int]:
 
 
 def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
-    """Check settings that validation alone cannot check; return them, and the task with its problems loaded.
+    """Check settings that validation alone cannot check; return them with all options of a custom method, and the task.
 
-    The settings have the defaults of the options of a custom method.
-
-    Raises ConfigError if custom code cannot be used, the model path does not exist, an engine is not installed or
-    cannot use the GPU of the policy, or a task has no problems.
+    The problems of the task are loaded. Raises ConfigError for custom code, a model path, an engine or a task that
+    cannot be used.
     """
     import numpy as np
 
@@ -153,11 +147,7 @@ def load_task(config: RunConfig, trial: bool = True) -> Task:
 
 
 def prepare_task(config: RunConfig) -> Task:
-    """Return the task of a run; with `task.environment`, its prompts are the first messages of the environment.
-
-    Raises:
-        ConfigError: a tool or the environment cannot be used, or the task has no problems.
-    """
+    """Return the task of a run; with `task.environment`, its prompts are the first messages of it."""
     if config.task.functions:
         tool_schemas(config.task.functions, config.task.environment is not None)
     if config.task.environment is None:
@@ -180,20 +170,16 @@ def prepare_task(config: RunConfig) -> Task:
 
 
 def check_model_and_task(config: RunConfig, setting: str) -> None:
-    """Raise ConfigError for a bundled model on another task, and for another model without a task.
-
-    `setting` is the task as the user named it.
-    """
+    """Raise ConfigError, with `setting`, for a bundled model on another task, or for another model without a task."""
     path = config.model.path
-    task = BUNDLED_MODELS.get(path, config.task.name)
-    if task != config.task.name:
-        raise ConfigError(
-            f"{setting}: the bundled model was trained on {task} only; give another --model or --task {task}"
-        )
+    if (task := BUNDLED_MODELS.get(path, config.task.name)) != config.task.name:
+        advice = f"give another --model or --task {task}"
+        raise ConfigError(f"{setting}: the bundled model was trained on {task} only; {advice}")
     if path not in BUNDLED_MODELS and "task" not in config.model_fields_set:
+        names = ", ".join((*generated_tasks(), *DATASETS))
         raise ConfigError(
             f"model.path = {path!r}: a task is missing, because countdown is the default of the bundled model only; "
-            f"add --task FILE.jsonl, or --task NAME with one of {', '.join((*generated_tasks(), *DATASETS))}"
+            f"add --task FILE.jsonl, or --task NAME with one of {names}"
         )
 
 
@@ -215,10 +201,7 @@ def check_graders(
 def problems_by_grader(
     problems: Sequence[Problem], rewards: Sequence[RewardComponent] | None
 ) -> dict[str, Sequence[Problem]]:
-    """Return the problems of every grader by its name; the graders of `rewards` have all problems.
-
-    The reward of an environment has no grader to check.
-    """
+    """Return the problems of every grader by name, of those of `rewards` all; the reward of an environment has none."""
     by_grader: dict[str, list[Problem]] = {}
     for problem in problems:
         if problem.grader != ENVIRONMENT_GRADER:
@@ -227,10 +210,7 @@ def problems_by_grader(
 
 
 def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
-    """Return warnings about settings without an effect, checkpoints that cannot be compared, and few problems.
-
-    `task` has the problems; it is None for a run that needs none any more.
-    """
+    """Return warnings about settings without an effect, checkpoints that cannot be compared, and few problems."""
     warnings = []
     method, engine = METHODS[config.bounds.method], ENGINES.get(config.sampling.engine)
     updates, last = config.optim.updates, config.steps
@@ -258,27 +238,24 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
             f"only the last checkpoint can be best: checkpoints (every {saved}) and evaluations (every {evaluated} "
             f"steps) never coincide before it; use --set checkpoint.every={better}"
         )
-    sets = task.heldout_sets() if task is not None and config.evaluation.every else {}
+    if task is None:  # all steps of a resumed run are done
+        return warnings
     warnings += [
         f"the evaluation set '{label}' has only {plural(len(problems), 'problem')}: one problem moves its accuracy by "
         f"{1 / len(problems):.0%}; hold out more (task.heldout, task.heldout_fraction)"
-        for label, problems in sets.items()
+        for label, problems in (task.heldout_sets() if config.evaluation.every else {}).items()
         if len(problems) < _FEW_HELDOUT
     ]
-    count, wanted = 0 if task is None else len(task.train_problems()), config.sampling.prompts
+    count, wanted = len(task.train_problems()), config.sampling.prompts
     if 0 < count < wanted:
         counts = f"{plural(count, 'training problem')} for {wanted:,} prompts per step"
-        warnings.append(
-            f"{counts}: a step samples every problem {wanted / count:.1f} times on average; lower sampling.prompts"
-        )
+        often = f"a step samples every problem {wanted / count:.1f} times on average"
+        warnings.append(f"{counts}: {often}; lower sampling.prompts")
     return warnings
 
 
 def check_model_path(path: str) -> None:
-    """Check that `path` is the folder of a model or an adapter, or can be a hub id.
-
-    Raises ConfigError if the folder does not exist or has no config.json, or the id is malformed.
-    """
+    """Raise ConfigError if `path` is neither the folder of a model or an adapter, nor can be a hub id."""
     if path in BUNDLED_MODELS:
         return
     folder = user_path(path)
@@ -308,13 +285,10 @@ class ModelRef:
 
 
 def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRef:
-    """Return what `text` means: a bundled model, RUN, RUN@STEP, a folder, or else a hub id.
+    """Return what `text`, the value of `option`, means: a bundled model, RUN, RUN@STEP, a folder, or else a hub id.
 
-    RUN is a name in `runs_dir` or the path of a run folder, and means its latest checkpoint.
-
-    `option` is the option or argument of the command line that `text` was given with, for messages.
-
-    Raises UserError if there is no such checkpoint, or nothing of that name.
+    RUN is a name in `runs_dir` or the path of a run folder, and means its latest checkpoint. Raises UserError if there
+    is no such checkpoint, or nothing of that name.
     """
     if text in BUNDLED_MODELS:
         return ModelRef(text)
@@ -347,10 +321,7 @@ def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRe
 
 
 def run_layers(run: RunFolder) -> list[Layer]:
-    """Return the settings of a run, as defaults for other work with its checkpoints.
-
-    A grader that is only the one of its data is not among them: other data has its own.
-    """
+    """Return the settings of a run, as defaults for other work with its checkpoints; other data has its own grader."""
     add_code_folder(run.path)
     stored = read_layer(run.path / "config.yaml")
     task = resolve([stored]).task
@@ -364,10 +335,7 @@ def inherited_layers(run: RunFolder) -> list[Layer]:
 
 
 def new_run_layers(layers: Sequence[Layer], runs_dir: Path) -> list[Layer]:
-    """Return the layers of a new run. If its model is a run or RUN@STEP, the run's settings are the first of them.
-
-    Raises UserError if there is no such model.
-    """
+    """Return the layers of a new run. If its model is a run or RUN@STEP, the run's settings are the first of them."""
     models = [layer["model"] for layer in layers if isinstance(layer.get("model"), dict)]
     path = next((model["path"] for model in reversed(models) if "path" in model), EMBEDDED_MODEL)
     ref = resolve_model(path, runs_dir, "model.path =") if isinstance(path, str) else None
@@ -377,9 +345,6 @@ def new_run_layers(layers: Sequence[Layer], runs_dir: Path) -> list[Layer]:
 
 
 def check_model_contents(checkpoint: Path) -> None:
-    """Raise UserError if a file of the model in `checkpoint` has changed since it was written.
-
-    A checkpoint that was copied without its training state has no checksums.
-    """
+    """Raise UserError if a file of a model has changed; a checkpoint copied without `trainer/` has no checksums."""
     if path_exists(checkpoint / STATE):
         check_contents(checkpoint, training_state=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import shlex
@@ -96,11 +95,10 @@ def _load_state(folder: RunFolder, config: RunConfig, components: Components, pl
 
 
 def run_environment(config: RunConfig, components: Components) -> dict[str, Any]:
-    """Return the content of env.json.
+    """Return the content of env.json. Its entry `resolved` has what settings such as `auto` resolved to.
 
-    Its entry `resolved` has what settings such as `auto` resolved to: `engine`, the sampling engine; `dtype` of the
-    weights; `model`, the commit of a model on the hub, None for a folder; `data`, the commits of the data sets on the
-    hub by id, without those that are not known.
+    `model` there is the commit of a model on the hub, None for a folder; `data` has the known commits of the data sets
+    on the hub by id.
     """
     policy, task, data = components.policy, config.task, {}
     if isinstance(task, DataTask):
@@ -113,10 +111,7 @@ def run_environment(config: RunConfig, components: Components) -> dict[str, Any]
 
 
 def copy_parent(fork: Fork, folder: RunFolder) -> dict[str, object]:
-    """Copy the record and the checkpoint of the parent, and return the entry of env.json about it.
-
-    Raises RunError if a file cannot be copied: a parent that is running may have removed the checkpoint meanwhile.
-    """
+    """Copy the record and the checkpoint of the parent, unless it has removed it; return the entry of env.json."""
     step = fork.progress.step
     checkpoint = fork.run.checkpoint_dir(step)
     try:
@@ -146,14 +141,6 @@ def _cut_back(folder: RunFolder, config: RunConfig, step: int, env: dict[str, An
     folder.record_resume({"time": when, "after_step": max(step, 0)}, env)
 
 
-def run_info(config: RunConfig, folder: RunFolder, first_step: int, components: Components | None) -> RunInfo:
-    """Return the run as callbacks receive it at its start; a rank other than 0 has no contents of env.json."""
-    text = (folder.path / "env.json").read_text(encoding="utf-8") if is_main_process() else "{}"
-    notes = () if components is None else tuple(components.notes)
-    about = config.steps, first_step, notes, config.tracking.parent
-    return RunInfo(folder.path, config.model_dump(mode="json"), json.loads(text), *about)
-
-
 def close_record(
     config: RunConfig,
     folder: RunFolder,
@@ -163,8 +150,7 @@ def close_record(
 ) -> RunResult:
     """Write the plots and the summary, then call `end`; return the end of the run.
 
-    `error` is the one that has ended the run: later ones are warnings. A rank other than 0 writes nothing and has no
-    records.
+    After the `error` that has ended the run, later ones are warnings. A rank other than 0 writes nothing.
     """
     records: list[dict[str, Any]] = []
     failure: Exception | None = None
@@ -201,11 +187,9 @@ def disk_errors(folder: RunFolder) -> Iterator[None]:
 def _write_summary(config: RunConfig, folder: RunFolder, result: RunResult) -> None:
     """Write the plots, then summary.json: status FINISHED there means that the run folder is complete."""
     status, records, error = result.status, result.records, result.error
-    scores = (
-        {key: record[key] for key in record if key == "step" or key.startswith("eval/")} for record in records
-    )
+    keys = ([key for key in record if key == "step" or key.startswith("eval/")] for record in records)
+    scores = ({key: record[key] for key in own} for record, own in zip(records, keys, strict=True))
     evaluations = [record for record in scores if len(record) > 1]
-    stopped_by = stop_reason(config, records) if status == "FINISHED" else None
     message = "stopped by request" if status == "KILLED" else None
     if error is not None:
         name = type(error).__name__
@@ -223,17 +207,15 @@ def _write_summary(config: RunConfig, folder: RunFolder, result: RunResult) -> N
         log.warning("the plots are incomplete; type %s", plot_command)
         raise
     finally:
-        folder.write_summary(
-            {
-                "status": status,
-                "error": message,
-                "stopped_by": stopped_by,
-                "steps": int(records[-1]["step"]) if records else 0,
-                "of_steps": config.steps,
-                "time/train_s": round(sum(record["time/step"] for record in records), 3),
-                "first_eval": evaluations[0] if evaluations else None,
-                "last_eval": evaluations[-1] if evaluations else None,
-                "last_step": records[-1] if records else None,
-                **summary_fields(folder.path),
-            }
-        )
+        summary = {
+            "status": status,
+            "error": message,
+            "stopped_by": stop_reason(config, records) if status == "FINISHED" else None,
+            "steps": int(records[-1]["step"]) if records else 0,
+            "of_steps": config.steps,
+            "time/train_s": round(sum(record["time/step"] for record in records), 3),
+            "first_eval": evaluations[0] if evaluations else None,
+            "last_eval": evaluations[-1] if evaluations else None,
+            "last_step": records[-1] if records else None,
+        }
+        folder.write_summary(summary | summary_fields(folder.path))

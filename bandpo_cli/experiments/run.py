@@ -6,6 +6,7 @@ these functions; rank 0 alone writes the folder and has callbacks.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from bandpo_cli.experiments.memory_check import check_memory, out_of_memory_erro
 from bandpo_cli.experiments.monitor import StepMonitor
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, locked_resume, plan_fork, plan_training
 from bandpo_cli.experiments.preflight import callback_class
-from bandpo_cli.experiments.record import close_record, disk_errors, open_folder, run_info
+from bandpo_cli.experiments.record import close_record, disk_errors, open_folder
 from bandpo_cli.grading.pool import failure_warnings
 from bandpo_cli.processes.ranks import Ranks, connected_ranks, is_main_process, lost_rank_errors
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RunFolder
@@ -50,13 +51,8 @@ def train(
     """Train a policy, write the run folder, and mirror it to the trackers of `tracking.trackers`.
 
     In a script that torchrun has started, all processes train one policy together and must call this with the same
-    settings.
-
-    Args:
-        name: name of the run folder; None for method, task, seed and time.
-        callbacks, stop_requested: as for `run_plan`.
-
-    Returns and raises what `run_plan` does.
+    settings. `name` is the name of the run folder, None for method, task, seed and time. For `callbacks`,
+    `stop_requested`, the result and the errors see `run_plan`.
     """
     return run_plan(plan_training(config, runs_dir, name), callbacks, stop_requested)
 
@@ -68,18 +64,13 @@ def resume(
     callbacks: Sequence[TrainCallback] = (),
     stop_requested: Stop = None,
 ) -> RunResult:
-    """Continue a training run from its last complete checkpoint.
+    """Continue a training run, named or by its folder, from its last complete checkpoint.
 
-    Steps after the checkpoint are removed once the model and its state are loaded, not before.
+    Steps after the checkpoint are removed once the model and its state are loaded, not before. `settings` changes some
+    of `CHANGEABLE_SETTINGS`; `{"steps": n}` trains further. The rest is as for `train`.
 
-    Args:
-        run: its name in `runs_dir`, or its folder.
-        settings: settings to change; see `CHANGEABLE_SETTINGS`. `{"steps": n}` trains further.
-
-    Raises:
-        UserError: the run is complete or imported from verl, its record is damaged, or a setting was given that cannot
-            change.
-        RunError: as `train`.
+    Raises UserError if the run is complete or imported from verl, its record is damaged, or a setting was given that
+    cannot change.
     """
     with locked_resume(run, runs_dir, settings) as plan:
         return run_plan(plan, callbacks, stop_requested)
@@ -95,14 +86,10 @@ def fork(
 ) -> RunResult:
     """Train a new run that continues a checkpoint of another run.
 
-    Args:
-        run: RUN or RUN@STEP. RUN is a name in `runs_dir` or a folder, and means its last complete checkpoint.
-        settings: changes of the settings of RUN.
-        name: name of the new run folder; None for method, task, seed and time.
+    `run` is RUN or RUN@STEP. RUN is a name in `runs_dir` or a folder, and means its last complete checkpoint.
+    `settings` changes the settings of RUN. The rest is as for `train`.
 
-    Raises:
-        UserError: there is no such checkpoint, or a setting cannot be used or cannot be changed.
-        RunError: as `train`.
+    Raises UserError if there is no such checkpoint, or a setting cannot be used or cannot be changed.
     """
     return run_plan(plan_fork(run, settings, runs_dir, name), callbacks, stop_requested)
 
@@ -134,13 +121,22 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
         if plan.task is not None:  # else all steps are done; what is left is the summary and the plots
             changeable = CHANGEABLE_SETTINGS if plan.is_resume else None
             loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable)
-            config = _as_loaded(config, loaded)
+            # config.yaml has the dtype and the share of the GPU that were chosen at the start.
+            model = config.model.model_copy(update={"dtype": loaded.model.dtype})
+            share = {"memory_fraction": loaded.sampling.vllm.memory_fraction}
+            vllm = config.sampling.vllm.model_copy(update=share)
+            sampling = config.sampling.model_copy(update={"vllm": vllm})
+            config = config.model_copy(update={"model": model, "sampling": sampling})
         folder = open_folder(plan, config, components, stack)
         status: RunStatus = "FINISHED"
         error: BaseException | None = None
         try:
             with exits_as_errors():
-                events.start(run_info(config, folder, first, components))
+                # A rank other than 0 has no contents of env.json.
+                env = (folder.path / "env.json").read_text(encoding="utf-8") if is_main_process() else "{}"
+                notes = () if components is None else tuple(components.notes)
+                about = config.steps, first, notes, config.tracking.parent
+                events.start(RunInfo(folder.path, config.model_dump(mode="json"), json.loads(env), *about))
                 if components is not None:
                     status = train_steps(config, folder, components, events, first, stop_requested)
         except BaseException as raised:
@@ -241,26 +237,13 @@ def train_steps(
 
 
 def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:
-    """Return the dispatcher of a run: the trackers, `callbacks`, then the custom ones.
-
-    On a rank other than 0 it has only the callbacks that receive the events of every rank.
-    """
-    is_main, custom = is_main_process(), []
-    for name in config.tracking.callbacks:
+    """Return the dispatcher of a run: trackers, `callbacks`, custom ones; on other ranks those for every rank."""
+    is_main, tracking = is_main_process(), config.tracking
+    chosen = [callback for callback in callbacks if is_main or getattr(callback, "on_every_rank", False)]
+    for name in tracking.callbacks:
         cls = callback_class(name)
         if is_main or getattr(cls, "on_every_rank", False):
             with user_code(f"tracking.callbacks = '{name}'", cls):
-                custom.append(cls())
-    callbacks = [*callbacks, *custom]
-    if is_main:
-        trackers = [TrackerCallback(name, config.tracking) for name in config.tracking.names]
-        return Dispatcher([*trackers, *callbacks])
-    return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
-
-
-def _as_loaded(config: RunConfig, loaded: RunConfig) -> RunConfig:
-    """Return the settings for config.yaml: with the dtype and the share of the GPU that were chosen at the start."""
-    model = config.model.model_copy(update={"dtype": loaded.model.dtype})
-    fraction = {"memory_fraction": loaded.sampling.vllm.memory_fraction}
-    sampling = {"vllm": config.sampling.vllm.model_copy(update=fraction)}
-    return config.model_copy(update={"model": model, "sampling": config.sampling.model_copy(update=sampling)})
+                chosen.append(cls())
+    trackers = [TrackerCallback(name, tracking) for name in tracking.names] if is_main else []
+    return Dispatcher([*trackers, *chosen])

@@ -40,12 +40,7 @@ on a CPU, and those of small models long enough to be timed."""
 
 @dataclass(frozen=True)
 class GraderTrial:
-    """The grade of a dummy completion for `problem`.
-
-    Attributes:
-        completion: the reference answer in the form of the template; of countdown the sum of the numbers.
-        warnings: reasons to expect wrong grades, one line each.
-    """
+    """The grade of a dummy completion for `problem`, and reasons to expect wrong grades, one line each."""
 
     problem: Problem
     completion: str
@@ -54,10 +49,7 @@ class GraderTrial:
 
 
 def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
-    """Yield a trial of every grader of the training problems. Imports no torch.
-
-    Raises ConfigError if a function raises an exception, returns something else than a grade, or is too slow.
-    """
+    """Yield a trial of every grader of the training problems; raise ConfigError if it fails. Imports no torch."""
     with GraderPool(config.grading) as pool:
         for name, problems in problems_by_grader(task.train_problems(), config.task.rewards).items():
             errors = [problem_error(name, problem) for problem in problems] if name in GRADERS else [None]
@@ -67,28 +59,20 @@ def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
             if is_ungraded(grade):
                 limit = f"no result after {config.grading.deadline:g} s (grading.deadline)"
                 limit += "" if name in GRADERS else IMPORT_ADVICE
-                cause = pool.errors.get(name, limit)
-                raise ConfigError(
-                    f"grader '{name}' failed on the dummy completion {completion!r:.80}: {cause}"
-                )
+                what = f"grader '{name}' failed on the dummy completion {completion!r:.80}"
+                raise ConfigError(f"{what}: {pool.errors.get(name, limit)}")
             warnings = []
             if unreadable := [error for error in errors if error is not None]:
-                count = f"{len(unreadable):,} of {len(problems):,} problems"
-                warnings.append(
-                    f"grader '{name}' cannot grade answers to {count}; the first: {unreadable[0]}"
-                )
+                count = f"{len(unreadable):,} of {len(problems):,} problems; the first: {unreadable[0]}"
+                warnings.append(f"grader '{name}' cannot grade answers to {count}")
             if name in GRADERS and grade == MALFORMED:
-                warnings.append(
-                    f"grader '{name}' does not read an answer in the form that task.template asks for"
-                )
+                form = "an answer in the form that task.template asks for"
+                warnings.append(f"grader '{name}' does not read {form}")
             yield GraderTrial(problem, completion, grade, tuple(warnings))
 
 
 def first_prompt(config: RunConfig, task: Task) -> tuple[PromptEncoder, Problem, list[str]]:
-    """Return the encoder of a run's prompts, its first problem, and warnings; imports torch, and reads no weights.
-
-    Raises UserError for all prompts that training refuses.
-    """
+    """Return the encoder of a run's prompts, its first problem, and warnings; reads no weights."""
     from bandpo_cli.models.load import check_vocabulary, load_tokenizer, read_config
     from bandpo_cli.sampling.prompt_encoding import PromptEncoder, check_context_length
     from bandpo_cli.sampling.rollouts import fitting_problems
@@ -139,16 +123,10 @@ class ProbeReport:
 
 
 def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
-    """Sample and grade completions of the untrained model, and measure a trial step.
+    """Sample and grade completions of the untrained model, and measure a trial step; the errors are those of `train`.
 
     The trial step has the updates of a step of the run at the full learning rate, on a part of the groups, first those
-    whose rewards differ. The weights that it changes are in memory only.
-
-    Args:
-        callbacks: receive the event `phase`.
-
-    Raises:
-        UserError, RunError: as `train`.
+    whose rewards differ. The weights that it changes are in memory only. `callbacks` receive the event `phase`.
     """
     run, updates, task = plan.pinned, plan.config.optim.updates, plan.task
     assert task is not None  # only a resume can be without problems

@@ -20,14 +20,7 @@ from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from bandpo_cli.errors import (
-    LostRankError,
-    RunError,
-    UserError,
-    first_line,
-    mark_received,
-    plural,
-)
+from bandpo_cli.errors import LostRankError, RunError, UserError, first_line, plural
 from bandpo_cli.processes import watch
 from bandpo_cli.processes.watch import Wait, progress, stuck_after
 
@@ -78,11 +71,7 @@ def launched_name(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def ranks_to_start(nproc: int | None) -> int | None:
-    """Return how many ranks `--nproc` asks this process to start; None where it trains itself, also as a rank.
-
-    Raises:
-        UserError: torchrun has started another number.
-    """
+    """Return how many ranks `--nproc` asks this process to start; None where it trains itself."""
     if launched_ranks() is not None or nproc is None:
         return None
     if rank_count() not in (1, nproc):
@@ -92,11 +81,9 @@ def ranks_to_start(nproc: int | None) -> int | None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the run.
+    """This process among the `size` processes of the run.
 
     Attributes:
-        rank: its number, from 0.
-        size: number of processes.
         local_rank: its number on this machine, which is the number of its GPU.
         group: the process group in which values are exchanged; None for torch's default group.
     """
@@ -150,11 +137,7 @@ class Ranks:
         return [item for part in self.gather(items) for item in part]
 
     def concatenate(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return each column with the values of all ranks, [N], in their order.
-
-        Args:
-            columns: tensors of one dtype and of length n each, where n may differ between ranks.
-        """
+        """Return each column, [n] of one dtype, with the values of all ranks in their order, [N]; n may differ."""
         if self.size == 1:
             return [*columns]
         import torch
@@ -179,10 +162,7 @@ class Ranks:
         return math.nan if any(map(math.isnan, values)) else max(values)
 
     def for_thread(self) -> Ranks:
-        """Return these ranks for a thread: two threads must not exchange values in one group.
-
-        All ranks must call this together.
-        """
+        """Return these ranks for a thread of its own group; all ranks must call this together."""
         if self.size == 1:
             return self
         import torch.distributed as dist
@@ -192,11 +172,9 @@ class Ranks:
     def agree(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and return all results, in the order of the ranks, on every rank.
 
-        All ranks must call this together. The results are pickled.
-
-        Raises:
-            Exception: what `action` raised on the first rank on which it failed. The other ranks raise an error of the
-                same kind that names this rank, or their own one if it has the same text.
+        All ranks must call this together. The results are pickled. Raises what `action` raised on the first rank on
+        which it failed; the other ranks raise an error of the same kind that names this rank, or their own one if it
+        has the same text.
         """
         if self.size == 1:
             return [action()]
@@ -214,7 +192,7 @@ class Ranks:
                 raise failure
             if not isinstance(received, OSError):  # whose text follows from its number
                 received = type(received)(f"rank {rank}: {received}")
-            mark_received(received)
+            received.__dict__["received"] = True  # see `errors.is_received`
             raise received
         return [result for result, _ in outcomes]
 
@@ -236,13 +214,7 @@ def balanced_owners(
     prompt. Groups go to the ranks as a whole, those of the most tokens first; then completions move, one by one, from
     the rank with the most tokens to the one with the fewest.
 
-    Args:
-        prompts_P: tokens of each group's prompt.
-        completions_PG: tokens of each completion.
-        size: number of ranks.
-
-    Returns:
-        The rank of each completion [P][G]; the same for the same arguments on every rank.
+    Returns the rank of each completion [P][G] of `size` ranks, from the tokens of prompts and completions.
     """
     costs_P = [prompt + sum(lengths) for prompt, lengths in zip(prompts_P, completions_PG, strict=True)]
     loads = [0] * size
@@ -320,11 +292,7 @@ def _store() -> Any:
 
 @contextmanager
 def connected(ranks: Ranks, device_type: str) -> Iterator[None]:
-    """Connect the ranks for the duration of the block: gloo for CPU tensors and objects, NCCL for those on a GPU.
-
-    Args:
-        device_type: `cpu` or `cuda`, where the policy is.
-    """
+    """Connect the ranks for the duration of the block: gloo for CPU tensors and objects, NCCL for those on a GPU."""
     if ranks.size == 1:
         yield
         return
@@ -366,11 +334,8 @@ def connected_ranks(device: str, stall_after: float) -> Iterator[Ranks]:
     """Connect this process with the other ranks that torchrun has started for the duration of the block.
 
     Without torchrun there is one rank, nothing is connected, and torch is not imported. The arguments are the settings
-    `model.device` and `tracking.stall_after`.
-
-    Raises:
-        UserError: ranks on this machine would have to share a GPU.
-        LostRankError: in place of the backend's error where the process of another rank has ended.
+    `model.device` and `tracking.stall_after`. Raises UserError if ranks would have to share a GPU, and LostRankError in
+    place of the backend's error where the process of another rank has ended.
     """
     watch.stall_after = stall_after
     ranks, local = ranks_from_environment(), local_rank_count()

@@ -109,10 +109,7 @@ def stuck_after() -> timedelta:
 
 
 def register(role: str, leads: bool = False, is_main: bool = True) -> None:
-    """Let SIGUSR1 write the stacks of this process; the leader makes the folder. Without one, use standard error.
-
-    `is_main` is False in ranks other than 0, whose standard error is discarded.
-    """
+    """Let SIGUSR1 write the stacks of this process; the leader makes the folder. Without one, use standard error."""
     global _file, _folder, _is_main, _leads
     _is_main, _leads = is_main, leads
     faulthandler.register(signal.SIGUSR1, sys.__stderr__ or 2)
@@ -187,12 +184,8 @@ def _look() -> None:
 class ChildProcess:
     """A process that leads its own process group, which Ctrl-C at the terminal does not reach.
 
-    The methods may be called from several threads. What a process that has ended leaves in its group is killed.
-
-    Attributes:
-        code: exit code, or minus the number of the signal that killed the process; None before `poll` or `wait` has
-            found its end.
-        process: the process, with its pipes.
+    The methods may be called from several threads. What a process that has ended leaves in its group is killed. `code`
+    is its exit code, or minus the number of the signal that killed it; None before `poll` or `wait` has found its end.
     """
 
     def __init__(
@@ -253,12 +246,8 @@ def python_command(
 ) -> list[str]:
     """Return the command of a process that calls the function "module:name", and exits when its parent ends.
 
-    The process gets the module search path of this one. It runs neither the __main__ of the user nor files of the
-    current folder. JSON must have a form for the arguments.
-
-    Args:
-        role: what the process does, for its stacks.
-        ignored: signals that the process ignores.
+    The process gets the module search path of this one, and ignores some signals. It runs neither the __main__ of the
+    user nor files of the current folder. JSON must have a form for the arguments. `role` names it in its stacks.
     """
     package = str(Path(__file__).resolve().parents[2])
     path = [str(Path(entry).absolute()) for entry in sys.path]

@@ -18,10 +18,12 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
-from bandpo_cli.evaluation.verdicts import MARGIN, conclude, holm, varies
+from bandpo_cli.evaluation.verdicts import MARGIN, conclude, holm
 from bandpo_cli.metric_names import STEP
+from bandpo_cli.reports.report_record import RunRecord
 from bandpo_cli.reports.run_tables import ExcludedRun, RunTables, common_n, percent_text, scores_of
 from bandpo_cli.reports.run_variants import ABSENT, differing_settings, format_setting
+from bandpo_cli.reports.saturating_fit import SaturatingFit
 from bandpo_cli.reports.tuned_settings import Tuning
 
 LEVEL = 0.95
@@ -36,6 +38,7 @@ SECONDS_PER_STEP = "seconds_per_step"
 """The metric for which a report also shows the spread over the steps."""
 
 _NO_LIMITS: Limits = (-math.inf, math.inf)
+_ROUNDING = 1e-12  # relative; the order of summation changes a mean by less
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Metric:
         compared: whether variants are compared by this metric; tables then show its interval.
         pattern: format specification of a value.
         percent: whether a value is shown in percent.
+        unit: unit of a value, also of one that is shown in percent.
         smallest, largest: limits of the values, null for none.
         more_is_better: whether a verdict is `better` or `worse`; else it is `higher` or `lower`.
     """
@@ -90,6 +94,7 @@ class Metric:
     compared: bool = True
     pattern: str = ".3f"
     percent: bool = False
+    unit: str = "share"
     smallest: float | None = 0.0
     largest: float | None = 1.0
     more_is_better: bool = True
@@ -144,8 +149,7 @@ class VariantDifference:
         metric: key of the metric.
         paired: comparison over the common seeds; None without a common seed.
         p_holm: p-value adjusted over the variants compared in this metric; None without a test.
-        verdict: conclusion in words, `Verdict.text`.
-        detectable, p_equivalent, further: as in `Verdict`.
+        verdict, detectable, p_equivalent, further: as in `Conclusion`.
     """
 
     variant: str
@@ -177,6 +181,11 @@ class Report:
         tuning: the variants that the settings were chosen from; None for settings that no sweep chose.
         notes: sentences about limits of the comparison.
         files: written files by name.
+        fits: saturating fits of the variants; empty without `--fit`.
+        settings: the settings that all runs share, by dotted key, without those that have no effect on the results.
+        runs: the runs that are not excluded, with the other settings.
+        environment: command, versions, commit and hardware that made the report, as in env.json.
+        methods: a paragraph about the methods, made from the records.
     """
 
     title: str
@@ -192,6 +201,11 @@ class Report:
     notes: tuple[str, ...]
     excluded: tuple[ExcludedRun, ...]
     files: Mapping[str, Path]
+    fits: tuple[SaturatingFit, ...]
+    settings: Mapping[str, Any]
+    runs: tuple[RunRecord, ...]
+    environment: Mapping[str, Any]
+    methods: str
     margin: float = MARGIN
     axis: str = STEP.name
     axis_level: float | None = None
@@ -220,7 +234,7 @@ def report_metrics(tables: RunTables, sets: Sequence[str], level: float | None) 
         place, span = f" at {tables.axis.text(tables.level)}", tables.axis.label
         moment = f"{place[1:]}, the most that all runs reach, linear between evaluations"
     under = f"mean@{n}" if compared[0] == "accuracy" else "the mean reward"
-    unlimited: dict[str, Any] = {"smallest": None, "largest": None}
+    unlimited: dict[str, Any] = {"unit": "reward", "smallest": None, "largest": None}
     scores = {
         "reward": Metric("reward", f"held-out reward{place}", f"mean reward {moment}", **unlimited),
         "accuracy": Metric("accuracy", f"held-out accuracy{place}", f"mean@{n} {moment}"),
@@ -239,7 +253,7 @@ def report_metrics(tables: RunTables, sets: Sequence[str], level: float | None) 
     seconds = (
         "seconds per step, without evaluations and checkpoints; the range covers the middle 80% of all steps"
     )
-    entropy = partial(Metric, largest=None, more_is_better=False)
+    entropy = partial(Metric, largest=None, unit="nats", more_is_better=False)
     shown = partial(Metric, compared=False, pattern=".2f")
     metrics = [
         *(means[key] for key in compared),
@@ -248,7 +262,7 @@ def report_metrics(tables: RunTables, sets: Sequence[str], level: float | None) 
         entropy("entropy_at_accuracy", f"entropy at {reached} accuracy", at_accuracy),
         means["pass"],
         shown("clipped", "clipped", share, percent=True),
-        shown(SECONDS_PER_STEP, "s/step", seconds, largest=None),
+        shown(SECONDS_PER_STEP, "s/step", seconds, largest=None, unit="s"),
     ]
     for label in sets if len(sets) > 1 else ():
         for key in (*compared, "area", "pass"):
@@ -307,8 +321,8 @@ def compare_variants(
                 differences.append(VariantDifference(name, metric.key, None, None, missing))
                 continue
             within = margin if metric.has_margin else None
-            verdict = conclude(_known(changes.loc[name]), p, within, words=words, family=len(tested))
-            differences.append(VariantDifference(name, metric.key, pair, p, *astuple(verdict)))
+            conclusion = conclude(_known(changes.loc[name]), p, within, words=words, family=len(tested))
+            differences.append(VariantDifference(name, metric.key, pair, p, *astuple(conclusion)))
     return differences
 
 
@@ -327,7 +341,7 @@ def estimate(values: ArrayLike, limits: Limits = _NO_LIMITS) -> Estimate | None:
     if not known.size:
         return None
     mean = float(known.mean())
-    if not varies(known):
+    if not _varies(known):
         return Estimate(known.size, mean, None, None)
     half = float(_half_width(known))
     return Estimate(known.size, mean, max(mean - half, limits[0]), min(mean + half, limits[1]))
@@ -345,7 +359,7 @@ def paired_test(changes: ArrayLike, limits: Limits = _NO_LIMITS) -> PairedTest |
     known, widest = _known(changes), limits[1] - limits[0]
     if (change := estimate(known, (-widest, widest))) is None:
         return None
-    p = float(stats.ttest_1samp(known, 0.0).pvalue) if varies(known) else None
+    p = float(stats.ttest_1samp(known, 0.0).pvalue) if _varies(known) else None
     return PairedTest(change, p, int(np.sum(known > 0)), int(np.sum(known < 0)))
 
 
@@ -372,3 +386,8 @@ def _half_width(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def _known(values: ArrayLike) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
     return array[~np.isnan(array)]
+
+
+def _varies(values: NDArray[np.float64]) -> bool:
+    """Return whether there are two values that differ by more than rounding: only then is there an interval."""
+    return values.size > 1 and bool(np.ptp(values) > _ROUNDING * np.abs(values).max())

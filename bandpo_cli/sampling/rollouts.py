@@ -24,7 +24,7 @@ from bandpo_cli.tasks.task import Task
 from bandpo_cli.types import ENVIRONMENT_REWARD, MESSAGES, Completion, Grade, Group, Problem, Rollout
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplingSetup:
     """What sampling needs besides the engine.
 

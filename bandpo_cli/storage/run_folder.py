@@ -41,23 +41,14 @@ from bandpo_cli.types import Group
 RECORD_FILE, SAMPLES_FILE = "eval.json", "samples.parquet"
 """The files of an evaluation: its metrics and settings, and every completion that they were computed from."""
 
-VERL_FILE = "verl.json"
-"""The file of a run that verl trained and `bandpo import verl` brought here: its MLflow run."""
-
-GRADER_ERRORS = "grader_errors"
-"""The folder with a file for each custom function that failed, in a run or an evaluation."""
-
-RESERVED = ("mlartifacts", "mlflow.db", "mlruns")
-"""Names that MLflow may use in the runs folder."""
+VERL_FILE = "verl.json"  # of a run that verl trained and `bandpo import verl` brought here: its MLflow run
+GRADER_ERRORS = "grader_errors"  # the folder with a file for each custom function that failed
+RESERVED = ("mlartifacts", "mlflow.db", "mlruns")  # names that MLflow may use in the runs folder
 
 _PART_NAME = re.compile(r"(\d+)-(\d+)\.parquet")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}")
-_TIMESTAMP = re.compile(r"-\d{8}-\d{6}(-\d{1,4}){0,9}$")
-"""The end of a name of `timestamped`, with the suffixes of `unused_name`."""
-_STEP_FOLDERS = ("samples", "tokens", "token_values", "evals", "bad_batches")
-"""Folders whose files each belong to one step."""
-
-
+_TIMESTAMP = re.compile(r"-\d{8}-\d{6}(-\d{1,4}){0,9}$")  # of `timestamped`, with suffixes of `unused_name`
+_STEP_FOLDERS = ("samples", "tokens", "token_values", "evals", "bad_batches")  # each file belongs to one step
 _OTHER_FOLDERS = {
     "eval.json": ("an evaluation", ("samples", "eval compare", "eval --resume")),
     "sweep.yaml": ("a sweep", ("runs", "report", "sweep --resume")),
@@ -317,10 +308,7 @@ def other_folder(text: str, runs_dir: Path) -> UserError | None:
 def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:
     """Return the run that RUN or RUN@STEP names, with its step; None where there is no such run.
 
-    RUN is a name in `runs_dir` or a path.
-
-    Raises:
-        UserError: the step is not a number.
+    RUN is a name in `runs_dir` or a path. Raises UserError if the step is not a number.
     """
     name, _, step = text.rpartition("@")
     for run in (text, name):  # a name may contain @
@@ -375,9 +363,7 @@ def create_folder(runs_dir: Path, name: str) -> Path:
     """Create the folder `name` in `runs_dir` and return its path.
 
     A name of `timestamped` that another process has taken since gets a suffix: that process started in the same second.
-
-    Raises:
-        UserError: another name is taken, the name is not valid, or the folder cannot be created.
+    Raises UserError if another name is taken, the name is not valid, or the folder cannot be created.
     """
     path = runs_dir / check_name(name, runs_dir)
     try:

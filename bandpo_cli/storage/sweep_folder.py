@@ -46,26 +46,34 @@ class SweepRun:
 
 
 @dataclass(frozen=True)
-class SweepFolder:
-    """`runs/<name>/` of a sweep: `sweep.yaml`, `plans/`, `logs/`, `attempts/`, and the folders of its runs by name.
+class _Plan:
+    """The entries of `sweep.yaml` that a resume and a report need.
 
     Attributes:
-        path: the folder; it is the runs folder of its runs.
-        plan: the content of `sweep.yaml`.
-        runs: the planned runs.
         baseline: the variant that the others are compared with, None without one.
         fork: the checkpoint that every run continues, as PATH@STEP; None for runs from the start.
         gpus_per_run: GPUs, or processes on a CPU, of each run when the sweep was created.
         jobs: runs at a time that the sweep was created with; None if the machine decides.
     """
 
+    runs: Annotated[list[SweepRun], Field(min_length=1)]
+    baseline: Text | None = None
+    fork: Annotated[str, Field(pattern=r"@\d{1,12}$")] | None = None
+    gpus_per_run: Annotated[int, Field(strict=True, ge=1)] = 1
+    jobs: Annotated[int, Field(strict=True, ge=1)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFolder(_Plan):
+    """`runs/<name>/` of a sweep: `sweep.yaml`, `plans/`, `logs/`, `attempts/`, and the folders of its runs by name.
+
+    Attributes:
+        path: the folder; it is the runs folder of its runs.
+        plan: the content of `sweep.yaml`.
+    """
+
     path: Path
     plan: Mapping[str, Any]
-    runs: list[SweepRun]
-    baseline: str | None
-    fork: str | None
-    gpus_per_run: int
-    jobs: int | None
 
     @classmethod
     def create(
@@ -116,7 +124,7 @@ class SweepFolder:
             if not is_valid_name(name) or name in _RESERVED_NAMES or times > 1:
                 raise UserError(f"{file}: runs: name = {name!r} is not a valid folder name or given twice")
         check_baseline(plan.baseline, [run.variant for run in plan.runs], f"{file}: ")
-        return cls(path, content, **vars(plan))
+        return cls(path=path, plan=content, **vars(plan))
 
     def plan_path(self, name: str) -> Path:
         """Return the path of the file with all settings of a run."""
@@ -167,17 +175,6 @@ class SweepFolder:
         printed = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in printed if line.startswith("error: ")]
         return (errors or printed or ["it printed nothing"])[-1][:_MAX_ERROR_CHARS]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The entries of `sweep.yaml` that a resume and a report need."""
-
-    runs: Annotated[list[SweepRun], Field(min_length=1)]
-    baseline: Text | None = None
-    fork: Annotated[str, Field(pattern=r"@\d{1,12}$")] | None = None
-    gpus_per_run: Annotated[int, Field(strict=True, ge=1)] = 1
-    jobs: Annotated[int, Field(strict=True, ge=1)] | None = None
 
 
 def validated(class_: type[Value], content: object, file: Path, key: str = "") -> Value:

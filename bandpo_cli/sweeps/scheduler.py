@@ -32,10 +32,8 @@ from bandpo_cli.storage.sweep_folder import SweepFolder, SweepRun
 
 log = logging.getLogger("bandpo_cli")
 
+# A run completes its step and saves a checkpoint after the first signal, and aborts the step after the second.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGINT, signal.SIGKILL)
-"""Signals that end a run, in order: after the first it completes its step and saves a checkpoint, after the second it
-aborts the step."""
-
 GRACE_S = 20.0  # that a run has to end after each signal
 CONNECT_S = 10.0  # that a cluster has to accept the first connection
 
@@ -145,11 +143,9 @@ class RayPool(Pool):
         Args:
             address: address of a running cluster (`auto`, `ray://host:10001`, `host:6379`); None starts a local one.
             jobs: number of runs at a time; None for one per GPU of the cluster, without GPUs one per core.
-            variables: environment variables of every run.
             ranks: processes of a run, all on one machine, each with a GPU of its own where the cluster has GPUs.
 
-        Raises:
-            UserError: there is no cluster at the address, or it has GPUs and no machine with as many as `ranks`.
+        Raises UserError if there is no cluster, or it has GPUs and no machine with as many as `ranks`.
         """
         import ray  # an extra, and seconds to import
 
@@ -206,17 +202,11 @@ class RayPool(Pool):
 def slot_environments(
     jobs: int, cores: int, gpus: Sequence[str], environ: Mapping[str, str], ranks: int = 1
 ) -> list[dict[str, str]]:
-    """Return the environment variables of each slot: its GPUs, where there are GPUs, and the threads of a rank.
+    """Return the environment variables of each of `jobs` slots: its GPUs, if there are any, and the threads of a rank.
 
     Each rank gets its share of the cores: more threads than cores make runs several times slower. A value of
-    OMP_NUM_THREADS set by the user is kept. The GPUs of two slots are the same ones or have none in common.
-
-    Args:
-        jobs: number of slots.
-        cores: usable CPU cores.
-        gpus: GPUs as CUDA_VISIBLE_DEVICES names them; none, or at least `ranks`.
-        environ: the environment of this process.
-        ranks: processes of a run, each with a GPU of its own where there are GPUs.
+    OMP_NUM_THREADS set by the user is kept. The GPUs of two slots are the same ones or have none in common; of `gpus`
+    there are none or at least `ranks`.
     """
     threads = environ.get("OMP_NUM_THREADS") or str(max(1, cores // (jobs * ranks)))
     sets = [",".join(gpus[start : start + ranks]) for start in range(0, len(gpus) - ranks + 1, ranks)]
@@ -287,8 +277,7 @@ def run_sweep(
         steps: number of steps of each run, by name.
         on_states: called with the state of every run, by name, every `POLL_S` seconds.
         flags: additional flags for the command of every run.
-        margin: stop runs whose held-out accuracy or reward is this far below another variant's (`runs_to_stop`); None
-            stops none.
+        margin: as in `runs_to_stop`; None stops no run.
     """
     stopped = folder.stopped()
     waiting = [run.name for run in folder.pending()]
@@ -322,9 +311,8 @@ def run_sweep(
                 update(name, "finished" if has_finished else "failed" if name in failures else "stopped")
             for name in running:
                 update(name, "running")
-                waits[name].restart(
-                    (states[name], folder.log_path(name).exists() and folder.log_path(name).stat().st_size)
-                )
+                output = folder.log_path(name)
+                waits[name].restart((states[name], output.exists() and output.stat().st_size))
                 waits[name].check()
             reasons = runs_to_stop(folder.runs, states, margin) if margin is not None else {}
             for name, reason in reasons.items():
@@ -378,9 +366,9 @@ def read_run_state(folder: SweepFolder, name: str, steps: int, status: Status) -
     trained = [record for record in records if record["step"] > 0]
     last = trained[-1] if trained else {}
     evaluations = {record["step"]: score for record in records if (score := record_score(record)) is not None}
-    metric: Literal["reward", "accuracy"] = (
-        "reward" if any(map(has_nonbinary_rewards, records)) else "accuracy"
-    )
+    metric: Literal["reward", "accuracy"] = "accuracy"
+    if any(map(has_nonbinary_rewards, records)):
+        metric = "reward"
     score = evaluations[max(evaluations)] if evaluations else last.get(f"train/{metric}")
     seconds = [record.get("time/step", 0.0) for record in trained]
     left = fmean(seconds) * (steps - step) if seconds else None

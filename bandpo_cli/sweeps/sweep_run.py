@@ -82,16 +82,12 @@ def send_report(
     sender: RunSender, project: str, folder: SweepFolder, status: str, report: Report | None
 ) -> None:
     """Send a tracker the status of the sweep, and the leaderboard of the report as metrics and as text."""
-    metrics: dict[str, float] = {}
-    text = ""
+    metrics, text = dict[str, float](), ""
     if report is not None:
         from bandpo_cli.reports.write_report import render
 
-        metrics = {
-            f"sweep/{variant.name}/{name}": interval.mean
-            for variant in report.variants
-            for name, interval in variant.metrics.items()
-        }
+        for variant in report.variants:
+            metrics |= {f"sweep/{variant.name}/{name}": value.mean for name, value in variant.metrics.items()}
         text = f"{NOTE_HEADING}\n\n{render('leaderboard.md', report)}"
     point = Point(_count_finished(folder), int(time.time() * 1000), finite_metrics(metrics))
     files = [folder.path / PLAN_FILE, *sorted((folder.path / "report").glob("*"))]
@@ -145,10 +141,10 @@ class SweepInfo:
     """A sweep at its start, as callbacks receive it.
 
     Attributes:
-        configs: their settings, by name of the run.
+        configs: the settings of the runs, by name.
         pending: the runs that are to be executed.
         slots: runs at a time.
-        threads: CPU threads per run, or per process of a run.
+        threads: CPU threads per process of a run.
         ranks: processes of a run, each with a GPU of its own where there are GPUs.
         forked_at: the step after which every run begins; 0 for runs from the start.
     """
@@ -330,16 +326,14 @@ def _send_to_trackers(
     status = "FINISHED" if _count_finished(folder) == len(folder.runs) else "FAILED"
     if error is not None:
         status = "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
-    if mlflow is not None:
+    trackers = [] if mlflow is None else [("MLflow", "the sweep's end")]
+    trackers += [(name, "the report of the sweep") for name in config.other_trackers if error is None]
+    for name, what in trackers:
         try:
-            send_report(mlflow, config.experiment, folder, status, report)
-        except Exception as failure:  # noqa: BLE001 - whatever MLflow raises, the runs are on the disk
-            log.warning("MLflow did not accept the sweep's end (%s)", short_error(failure))
-    for name in config.other_trackers if error is None else ():
-        try:
-            send_report(RunSender(name, folder.path), config.experiment, folder, status, report)
+            sender = mlflow if mlflow is not None and name == "MLflow" else RunSender(name, folder.path)
+            send_report(sender, config.experiment, folder, status, report)
         except Exception as failure:  # noqa: BLE001 - whatever a tracker raises, the runs are on the disk
-            log.warning("%s did not accept the report of the sweep (%s)", name, short_error(failure))
+            log.warning("%s did not accept %s (%s)", name, what, short_error(failure))
 
 
 def _open_pool(executor: Executor, runs: int, variables: Mapping[str, str], local: bool = False) -> Pool:

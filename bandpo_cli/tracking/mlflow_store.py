@@ -152,10 +152,10 @@ def run_address(store: Store, remote_id: str) -> str | None:
 
 
 def ui_text(folder: Path, store: Store) -> str:
-    """Return what shows the run in `folder` in MLflow, without credentials.
+    """Return what shows the run in `folder` in MLflow, without credentials: the address of the run on a server.
 
-    For a server this is the address of the run; for a file or a database, the command that starts MLflow's pages, and
-    on a second line the address that the run then has. Without a run at MLflow it is the server or the command.
+    For a file or a database this is the command that starts MLflow's pages, and on a second line the address that the
+    run then has. Without a run at MLflow it is the server or the command.
     """
     place = store.place(folder)
     url = run_address(store, place.remote_id) if place and place.remote_id else None

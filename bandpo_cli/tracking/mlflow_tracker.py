@@ -195,11 +195,10 @@ class MlflowTracker(Tracker):
             self._client.set_terminated(self.run_id, status, self.run.end_ms)
             self.status = status
         names = {file: file.relative_to(self.run.folder).as_posix() for file in files}
-        folders = {name.rpartition("/")[0] for name in names.values()}
-        listed = (self._client.list_artifacts(self.run_id, folder or None) for folder in sorted(folders))
-        sizes = {
-            file.path: file.file_size for files_there in listed for file in files_there if not file.is_dir
-        }
+        sizes = {}
+        for folder in sorted({name.rpartition("/")[0] for name in names.values()}):
+            for there in self._client.list_artifacts(self.run_id, folder or None):
+                sizes[there.path] = None if there.is_dir else there.file_size
         sent = 0
         for file, name in names.items():
             digest = file_digest(file)
@@ -232,18 +231,14 @@ def send_evaluation(
 ) -> Path:
     """Send metrics and files of an evaluation, and return the folder that is linked to the MLflow run that has them.
 
-    They are added to the run that made the model where MLflow has that run; else the evaluation gets a run of its own.
-    MLflow keeps the values that were sent before: scoring an evaluation again adds new ones.
+    They are added to the run that made the model where MLflow has that run, files under `evals/<evaluation>/`; else the
+    evaluation gets a run of its own, with `params` and `env`. MLflow keeps the values that were sent before. Raises any
+    error of MLflow and the network.
 
     Args:
         run_folder: folder of the run that made the model, None without one.
         step: step of the checkpoint; the metrics appear at this step of the run's curves, at 0 for None.
         metrics: values by name; those that are not finite are left out.
-        params, env: settings and content of `env.json`, where the evaluation has an MLflow run of its own.
-        files: files in `folder`; in the run of `run_folder` they are stored under `evals/<evaluation>/`.
-
-    Raises:
-        Exception: any error of MLflow and the network.
     """
     point = Point(step or 0, int(time.time() * 1000), finite_metrics(metrics))
     with ExitStack() as stack:
@@ -308,26 +303,22 @@ def flat_params(config: Mapping[str, object]) -> dict[str, str]:
 
     Passwords in addresses are redacted.
     """
-    settings = flatten(config, keep_empty=True).items()
-    texts = {
-        key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in settings
-    }
-    return {mlflow_name(key): redact_credentials(text)[:MAX_PARAM_CHARS] for key, text in texts.items()}
+    params = {}
+    for key, value in flatten(config, keep_empty=True).items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        params[mlflow_name(key)] = redact_credentials(text)[:MAX_PARAM_CHARS]
+    return params
 
 
 def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str]:
     """Return the tags of a run: MLflow's own (source, user, commit, id of its parent), package versions, `FORK_TAG`."""
-    try:
-        user = getpass.getuser()
-    except (ImportError, KeyError, OSError):  # a container may have no entry for the user
-        user = "unknown"
     tags = {"mlflow.source.name": str(env.get("command", "bandpo")), "mlflow.source.type": "LOCAL"}
-    tags["mlflow.user"] = user
-    if parent is not None:
-        tags["mlflow.parentRunId"] = parent
-    if forked_from := parent_of(env):
-        tags[FORK_TAG] = forked_from
+    tags["mlflow.user"] = "unknown"
+    with suppress(ImportError, KeyError, OSError):  # a container may have no entry for the user
+        tags["mlflow.user"] = getpass.getuser()
+    found = {"mlflow.parentRunId": parent, FORK_TAG: parent_of(env)}
     if git := env.get("git"):
-        tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": json.dumps(git["dirty"])}
-    tags |= {f"version.{package}": version for package, version in env.get("versions", {}).items()}
+        found |= {"mlflow.source.git.commit": git["commit"], "git.dirty": json.dumps(git["dirty"])}
+    found |= {f"version.{package}": version for package, version in env.get("versions", {}).items()}
+    tags |= {key: value for key, value in found.items() if value is not None}
     return {key: value[:MAX_TAG_CHARS] for key, value in tags.items()}

@@ -25,22 +25,16 @@ from bandpo_cli.types import RunStatus
 
 log = logging.getLogger("bandpo_cli")
 
-CONNECT_TIMEOUT_S = 10.0
-"""Timeout of `check_reachable`, in seconds."""
-
+CONNECT_TIMEOUT_S = 10.0  # of `check_reachable`
 _DATABASE_PORTS = {"postgresql": 5432, "postgres": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433}
 
-MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0
-"""The pause after a failure, in seconds: it doubles from the first value up to the second."""
-
-FINAL_RETRIES = 2
-"""Number of attempts on a failing store after the end of the run, `MIN_RETRY_DELAY_S` apart."""
-
-FINISH_TIMEOUT_S = 60.0
-"""Seconds that the end of a run waits for a store that answers."""
-
-UNREACHABLE_GRACE_S = 1.5
-"""Seconds that the end of a run waits for a store that does not answer: it was tried during the run already."""
+MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = (
+    1.0,
+    30.0,
+)  # after a failure: it doubles from the first up to the second
+FINAL_RETRIES = 2  # attempts on a failing store after the end of the run, `MIN_RETRY_DELAY_S` apart
+FINISH_TIMEOUT_S = 60.0  # that the end of a run waits for a store that answers
+UNREACHABLE_GRACE_S = 1.5  # and for a store that does not answer: it was tried during the run already
 
 
 def check_reachable(uri: str) -> None:
@@ -94,18 +88,13 @@ class TrackerCallback(CallbackBase):
         tracker_class(name)
         self._name, self._tracking = name, tracking
         self._status: RunStatus | None = None  # set by `end`
-        self._reached = self._closed = self._warned = self._announced = False
-        self._failures = 0
-        self._tries_left = FINAL_RETRIES
+        self._reached = self._closed = self._announced = False
         self._wake = threading.Event()  # set when there is something to send
         self._ending = threading.Event()  # set by `end`
         self._thread = threading.Thread(target=self._send_until_closed, name=f"{name}-sender", daemon=True)
 
     def start(self, info: RunInfo) -> None:
-        """Start the thread, which connects at once.
-
-        This is called after the imports of the training: two threads that import delay each other.
-        """
+        """Start the thread, which connects at once; two threads that import would delay each other before."""
         self._folder = info.folder
         self._sender = sender_for(self._name, info.folder, self._tracking)
         self._sync_command = shell_command("sync", info.folder, info.folder.parent)
@@ -133,37 +122,33 @@ class TrackerCallback(CallbackBase):
 
     def _send_until_closed(self) -> None:
         """Send what is new until the run is closed, or until the last retry after its end; the thread's target."""
+        later = f"to send it later: {self._sync_command}"
+        failures, tries_left, warned = 0, FINAL_RETRIES, False
         while True:
             ending = self._ending.is_set()
             try:
-                advice = f"the run continues without it; to send it later: {self._sync_command}"
-                with Wait(self._sender.place, advice):
+                with Wait(self._sender.place, f"the run continues without it; {later}"):
                     self._send()
-                self._failures = 0
+                failures = 0
             except TrackerUnavailableError as error:
-                log.warning(
-                    "%s. The run continues without it; to send it later: %s", error, self._sync_command
-                )
+                log.warning("%s. The run continues without it; %s", error, later)
                 self._closed = True
             except Exception as error:  # noqa: BLE001 - no error of a tracker may reach the training
-                self._failures += 1
-                self._reached = False
-                if ending:
-                    self._tries_left -= 1
-                if not self._warned:
-                    self._warned = True
+                failures, tries_left, self._reached = failures + 1, tries_left - ending, False
+                if not warned:
+                    warned = True
                     log.warning(
                         f"{self._sender.place} cannot be reached ({short_error(error)}){user_code_location(error)}. "
                         f"The run continues, {self._folder} has everything, and the connection is retried."
                     )
-            if self._closed or not self._tries_left:
+            if self._closed or not tries_left:
                 return
-            if not self._failures:
+            if not failures:
                 self._wake.wait()
             elif self._ending.is_set():
                 time.sleep(MIN_RETRY_DELAY_S)
             else:
-                delay = MIN_RETRY_DELAY_S * 2 ** min(self._failures - 1, 10)
+                delay = MIN_RETRY_DELAY_S * 2 ** min(failures - 1, 10)
                 self._ending.wait(min(delay, MAX_RETRY_DELAY_S))
 
     def _send(self) -> None:
@@ -187,8 +172,5 @@ class TrackerCallback(CallbackBase):
             steps, files = self._sender.unsent()
             parts += [f"the metrics of {len(steps)} steps (from step {steps[0]})"] if steps else []
             parts += [f"{len(files)} files"] if files else []
-        what = " and ".join(parts) or "the end of the run"
-        return (
-            f"{self._sender.place} lacks {what}; {self._folder} has everything. "
-            f"Send it later with: {self._sync_command}"
-        )
+        lacks = f"{self._sender.place} lacks {' and '.join(parts) or 'the end of the run'}"
+        return f"{lacks}; {self._folder} has everything. Send it later with: {self._sync_command}"

@@ -1,8 +1,4 @@
-"""Sender of a run folder to a tracker, for all trackers: what the tracker lacks is sent, nothing twice.
-
-`metrics.jsonl` is the queue. `bandpo sync` sends it with a `RunSender`; during training the thread of a
-`TrackerCallback` (`tracking/outages.py`) does.
-"""
+"""Sender of a run folder to any tracker, for `bandpo sync` and `TrackerCallback`: `metrics.jsonl` is the queue."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,11 +32,8 @@ from bandpo_cli.types import RunStatus
 
 RECORD_FILES = ("config.yaml", "env.json", "metrics.jsonl", "summary.json")
 
-MAX_SAMPLE_FILES = 20
-"""Largest number of files of completions that MLflow gets of a run."""
-
-RECORDS_PER_CALL = 50
-"""Steps that are converted and sent at a time: some thousand values."""
+MAX_SAMPLE_FILES = 20  # of completions that MLflow gets of a run
+RECORDS_PER_CALL = 50  # steps that are converted and sent at a time: some thousand values
 
 
 @dataclass(frozen=True)
@@ -57,13 +50,13 @@ class SyncResult:
     """
 
     metrics: Sent
-    params: int
-    tags: int
-    files: int
-    files_there: int
-    status: str
-    ended: bool
-    writing: bool
+    params: int = 0
+    tags: int = 0
+    files: int = 0
+    files_there: int = 0
+    status: str = "RUNNING"
+    ended: bool = False
+    writing: bool = False
 
 
 class RunSender:
@@ -127,12 +120,12 @@ class RunSender:
                 final = status or run.status
                 if not self._class.compares and final != "RUNNING":
                     if final is None:
-                        return SyncResult(Sent(), 0, 0, 0, 0, "RUNNING", ended=False, writing=True)
+                        return SyncResult(Sent(), writing=True)
                     project = self._project or _project(run.tracking)
                     state = open_place(self._folder, self._name, self._class.destination(project), project)
                     last = run.records[-1]["step"] if run.records else -1
                     if (state.step, state.status, state.files) == (last, final, self._digests(files)):
-                        return SyncResult(Sent(), 0, 0, 0, len(files), final, ended=False, writing=False)
+                        return SyncResult(Sent(), files_there=len(files), status=final)
                 opened = self._open(
                     self._project or _project(run.tracking), _public_config(run), env=run.env,
                     start_ms=run.start_ms, end_ms=None if status else run.end_ms,
@@ -146,12 +139,12 @@ class RunSender:
             metrics = self._send_metrics(tracker)
             final = status or self._ended
             if final is None or final == "RUNNING":
-                return SyncResult(metrics, params, tags, 0, 0, tracker.status, ended=False, writing=True)
+                return SyncResult(metrics, params, tags, status=tracker.status, writing=True)
             ended = final != tracker.status
             summary = read_summary(self._folder)
             content = {} if summary is None else {**summary.content, "last_step": None}  # metrics have it
             sent = self._finish(final, {k: v for k, v in content.items() if v is not None}, files)
-            return SyncResult(metrics, params, tags, sent, len(files) - sent, final, ended, writing=False)
+            return SyncResult(metrics, params, tags, sent, len(files) - sent, final, ended)
 
     def open_sweep(self, project: str, config: Mapping[str, Any], env: Mapping[str, Any]) -> Tracker:
         """Open the run of the sweep in the folder as RUNNING, before the runs of the sweep."""
@@ -190,18 +183,15 @@ class RunSender:
         with send_lock(self._folder, self._name):
             try:
                 known = self._state
-                if (
-                    self._tracker is not None
-                    and known is not None
-                    and known != find_place(self._folder, self._name, known.destination, known.project)
-                ):
+                there = known and find_place(self._folder, self._name, known.destination, known.project)
+                if self._tracker is not None and there != known:
                     self._tracker.close()
                     self._tracker = None
                 with exits_as_errors(self.place):
                     yield
             except BaseException:
-                if self._tracker is not None:
-                    with suppress(Exception):
+                with suppress(Exception):
+                    if self._tracker is not None:
                         self._tracker.close()
                 self._tracker = None
                 raise
@@ -218,14 +208,11 @@ class RunSender:
         self._state = state = open_place(self._folder, self._name, self._class.destination(project), project)
         sweep = self._folder.absolute() if kind == "sweep" else self._folder.absolute().parent
         group = sweep.name if (sweep / "sweep.yaml").is_file() else None
-        files = state.files
-        if (
-            self._class.compares and not state.remote_id
-        ):  # a store that has moved has the files of the first place
-            files = read_places(self._folder, self._name)[0].files
-        run = TrackedRun(
-            self._folder, state.id, project, group, kind, config, state.step, state.remote_id, files, **about
-        )
+        # A store that has moved has the files of the first place.
+        moved = self._class.compares and not state.remote_id
+        files = read_places(self._folder, self._name)[0].files if moved else state.files
+        identity = self._folder, state.id, project, group, kind
+        run = TrackedRun(*identity, config, state.step, state.remote_id, files, **about)
         self._tracker = tracker = self._class(run)
         self._update(
             remote_id=tracker.remote_id, where=tracker.where, step=tracker.last_step, status=tracker.status,
@@ -248,9 +235,7 @@ class RunSender:
             sent = tracker.log(unsent) if unsent else Sent()
             if sent is None:
                 sent = Sent(sum(len(point.metrics) for point in unsent))
-            total = Sent(
-                total.new + sent.new, total.there + sent.there + there, total.differing + sent.differing
-            )
+            total = Sent(*map(sum, zip(total, sent, Sent(there=there), strict=True)))
             self._update(step=max(self._state.step, points[-1].step))
             self._offset = end
 
@@ -279,9 +264,8 @@ def run_artifacts(folder: Path) -> list[Path]:
     `MAX_SAMPLE_FILES` files of completions, MLflow gets that many: those of the first, the last and the latest
     evaluated steps.
     """
-    files = [folder / name for name in RECORD_FILES if (folder / name).is_file()] + sorted(
-        folder.glob("*.py")
-    )
+    files = [folder / name for name in RECORD_FILES if (folder / name).is_file()]
+    files += sorted(folder.glob("*.py"))
     evaluations = sorted((folder / "evals").glob("step-*.json"))
     plots = sorted((folder / "plots").glob("*.png"))
     samples = sorted((folder / "samples").glob("step-*.parquet"))

@@ -4,11 +4,10 @@
 MLflow allows letters, digits and a few signs in the names of metrics; all trackers get the same names.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -20,11 +19,11 @@ from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.custom_code import load_setting
 from bandpo_cli.errors import ConfigError, UserError, definition_location
 from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, heldout_mean
+from bandpo_cli.paths import read_json_object
 from bandpo_cli.registries import TRACKERS, load_attribute
 from bandpo_cli.storage.files import wait_for_lock, write_json
 
-MAX_NAME_CHARS = 250
-"""MLflow's limit (mlflow/utils/validation.py)."""
+MAX_NAME_CHARS = 250  # MLflow's limit (mlflow/utils/validation.py)
 
 FIRST_SECTION = "Main"
 """Section of MLflow's charts with copies of `FIRST_METRICS` and the means over the evaluation sets.
@@ -271,11 +270,9 @@ class Place:
 
 def _read(folder: Path) -> dict[str, list[Any]]:
     """Return the content of `trackers.json`; {} if there is none or it is damaged."""
-    try:
-        content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    with suppress(UserError):
+        return read_json_object(folder / STATE_FILE)
+    return {}
 
 
 def read_places(folder: Path, tracker: str) -> list[Place]:
@@ -293,10 +290,7 @@ def find_place(folder: Path, tracker: str, destination: str, project: str) -> Pl
 
 
 def open_place(folder: Path, tracker: str, destination: str, project: str, write: bool = True) -> Place:
-    """Return the run in `folder` at a destination; with `write`, a new one is written before the tracker is asked.
-
-    A run whose creation the tracker did not answer is therefore found by its identifier, and not created twice.
-    """
+    """Return the run in `folder` at a destination; with `write`, a new one is written before the tracker is asked."""
     place = find_place(folder, tracker, destination, project)
     if place is None:
         known = read_places(folder, tracker)

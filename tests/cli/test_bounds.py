@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.methods.weights_and_gates import AspoSettings, ClipCovSettings
-from tests.cli.eval_command import bandpo, usage_error
+from tests.cli.eval_command import bandpo
 
 KEYS = [
     "prob", "divergence", "delta", "lower", "upper", "prob_lower", "prob_upper", "lower_saturated", "upper_saturated",
@@ -122,40 +122,6 @@ def test_plot(run):
     arguments = ["-d", "kl", "-d", "js", "--delta", "0.05", "--delta", "0.1", "--compare", "clip,dcpo,none"]
     assert run("0.1", *arguments, "--plot", "out.pdf").code == 0
     assert Path("out.pdf").read_bytes().startswith(b"%PDF")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["0.1", "-d", "kll"], ["'kll'", "did you mean 'kl'", "hellinger"]),
-        (["0.1", "--compare", "clip-hi"], ["--compare", "did you mean 'clip-higher'"]),
-        (["0.1", "--compare", "clip,gspo"], ["gspo has no interval", "of a completion", "clip, clip-higher"]),
-        (
-            ["--match", "dppo", "--at", "0.1"],
-            ["--match dppo", "allowed: clip, clip-higher, dcpo, ripo, gmpo"],
-        ),
-        (["0.1", "--format", "table,json"], ["--format table,json: unknown", "allowed: table, json, csv"]),
-        (["1.5"], ["'1.5'", "0 < p ≤ 1"]),
-        (["nan"], ["'nan'", "0 < p ≤ 1"]),
-        (["half"], ["'half'", "0 < p ≤ 1"]),
-        ([], ["probabilities"]),
-        (["0.1", "--delta", "nan"], ["--delta", "> 0"]),
-        (["0.1", "--delta", "big"], ["--delta", "'big'"]),
-        (["0.1", "--max-ratio", "1"], ["--max-ratio", "> 1"]),
-        (["--file", "missing.txt"], ["--file missing.txt", "No such file"]),
-        (["--file", "empty.txt"], ["--file empty.txt", "no probability"]),
-        (["--file", "bad.txt"], ["bad.txt, line 2", "'x'"]),
-        (["0.1", "--plot", "out.jpg"], ["--plot out.jpg", ".png, .svg, .pdf"]),
-        (["0.1", "--plot", "nowhere/out.png"], ["--plot nowhere/out.png", "a folder that exists"]),
-        (["--match", "clip"], ["--match", "--at"]),
-        (["--match", "clip,clip-higher", "--at", "0.1"], ["--match clip,clip-higher: unknown"]),
-        (["0.2", "--match", "clip", "--at", "0.1"], ["--match"]),
-    ],
-)
-def test_a_user_error_is_one_line(run, arguments, parts):
-    Path("empty.txt").write_text("# nothing\n")
-    Path("bad.txt").write_text("0.1\n0.2 x\n")
-    usage_error("bounds", *arguments, cwd=Path.cwd(), parts=parts)
 
 
 LARGE = ["torch", "transformers", "vllm", "mlflow", "pandas", "matplotlib"]

@@ -27,7 +27,7 @@ from bandpo_cli.cli.launch_ranks import (
     record_error,
 )
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import LostRankError, RunError, UserError, mark_received
+from bandpo_cli.errors import LostRankError, RunError, UserError
 from bandpo_cli.grading import workers
 from bandpo_cli.processes.ranks import check_gpu_count, launched_ranks, ranks_to_start
 from bandpo_cli.storage.run_record import usable_cores
@@ -348,7 +348,7 @@ def test_the_ranks_of_a_machine_share_its_cores_for_grading(monkeypatch):
 
 def from_received(error: Exception) -> Exception:
     error.__cause__ = RuntimeError("rank 3")
-    mark_received(error.__cause__)
+    error.__cause__.__dict__["received"] = True
     return error
 
 

@@ -124,13 +124,6 @@ def test_what_cannot_be_exported_is_refused(place, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"there", "file"}
 
 
-def test_a_resume_with_other_adapters_is_refused(place):
-    for setting in ("rank=8", "target_modules=[q_proj]"):
-        flags = ["--set", f"model.lora.{setting}", "--steps", "4"]
-        parts = ["a resume can change", f"model.lora.{setting.partition('=')[0]}"]
-        usage_error("train", "--resume", "lora", *flags, cwd=place, parts=parts)
-
-
 @pytest.mark.slow
 def test_a_run_resumes_after_a_crash(tmp_path):
     succeed("train", "--steps", "4", *SMALL, *LORA, "--name", "a", cwd=tmp_path)

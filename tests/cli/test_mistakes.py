@@ -39,6 +39,9 @@ FILES = {
     "runs/half/eval.json": json.dumps(HALF),
     "runs/gone/eval.json": json.dumps(GONE),
     "runs/deltas/sweep.yaml": "name: deltas\n",
+    "runs/broken/config.yaml": "seed: 1\n",
+    "runs/broken/metrics.jsonl": "no JSON\n",
+    "bad.txt": "0.1\n0.2 x\n",
     "broken.jsonl": '{"question": "q", "answer": "1"}\n{"question": "r" "answer": "2"}\n',
 }
 """A folder with runs with and without checkpoints, damaged evaluations, and files of every kind."""
@@ -152,6 +155,11 @@ MISTAKES: dict[str, list[str]] = {
     "sweep --delta 0.1,0.2 --baseline 0.3": ["baseline = '0.3'", "variants: 0.1, 0.2"],
     "sweep --resume none --steps 3": ["--resume", "leave out --steps"],
     "sweep --gpus-per-run 0 --seeds 0": ["--gpus-per-run", "greater than or equal to 1"],
+    "sweep --power 0.02": ["--power: goes with --pilot NAME", "two or more seeds"],
+    "sweep --pilot my-run": ["--pilot: goes with --power 0.02"],
+    "sweep --power 0.02 --pilot my-run --steps 3": ["--power", "leave out --steps"],
+    "sweep --power 0 --pilot my-run": ["--power 0: a difference of accuracies above 0 and below 1"],
+    "sweep --power 0.02 --pilot my-run": ["--pilot my-run: no finished run"],
     # evaluations
     "eval --model my-rum@3": ["no such run", "did you mean 'my-run'"],
     f"eval --model {LONG}": ["no such run or folder"],
@@ -181,7 +189,36 @@ MISTAKES: dict[str, list[str]] = {
     "eval --samples nowhere.jsonl": ["nowhere.jsonl", "No such file"],
     "eval cmpare a b": ["cmpare", "compare"],
     "eval compare half half": ["no metrics by problem", "finish the evaluation first"],
+    "eval compare half half --margin 0": ["--margin 0: a difference of accuracies above 0 and below 1"],
+    "report my-run --margin=-0.1": ["--margin -0.1: a difference of accuracies above 0"],
     "eval compare my-run my-run": ["not evaluated in training"],
+    # sync
+    "sync": ["--all"],
+    "sync frist": ["did you mean 'first'?"],
+    "sync first --all": ["not both"],
+    "sync --all --runs-dir elsewhere": ["no runs in elsewhere"],
+    "sync broken": ["metrics.jsonl"],
+    # bounds
+    "bounds 0.1 -d kll": ["'kll'", "did you mean 'kl'", "hellinger"],
+    "bounds 0.1 --compare clip-hi": ["--compare", "did you mean 'clip-higher'"],
+    "bounds 0.1 --compare clip,gspo": ["gspo has no interval", "of a completion", "clip, clip-higher"],
+    "bounds --match dppo --at 0.1": ["--match dppo", "allowed: clip, clip-higher, dcpo, ripo, gmpo"],
+    "bounds 0.1 --format table,json": ["--format table,json: unknown", "allowed: table, json, csv"],
+    "bounds 1.5": ["'1.5'", "0 < p ≤ 1"],
+    "bounds nan": ["'nan'", "0 < p ≤ 1"],
+    "bounds half": ["'half'", "0 < p ≤ 1"],
+    "bounds": ["probabilities"],
+    "bounds 0.1 --delta nan": ["--delta", "> 0"],
+    "bounds 0.1 --delta big": ["--delta", "'big'"],
+    "bounds 0.1 --max-ratio 1": ["--max-ratio", "> 1"],
+    "bounds --file missing.txt": ["--file missing.txt", "No such file"],
+    "bounds --file empty.jsonl": ["--file empty.jsonl", "no probability"],
+    "bounds --file bad.txt": ["bad.txt, line 2", "'x'"],
+    "bounds 0.1 --plot out.jpg": ["--plot out.jpg", ".png, .svg, .pdf"],
+    "bounds 0.1 --plot nowhere/out.png": ["--plot nowhere/out.png", "a folder that exists"],
+    "bounds --match clip": ["--match", "--at"],
+    "bounds --match clip,clip-higher --at 0.1": ["--match clip,clip-higher: unknown"],
+    "bounds 0.2 --match clip --at 0.1": ["--match"],
 }  # fmt: skip
 """A command, and parts of the one line that it prints. Nothing is written, and torch is not imported."""
 
@@ -265,13 +302,6 @@ def test_a_file_of_the_user_comes_before_a_shipped_one(folder):
     assert read_config(Path("gsm8k")).path == Path("gsm8k")
     with pytest.raises(ConfigError):
         read_config(Path("nosuch"))
-
-
-def test_shipped_configs_are_those_of_the_repository():
-    configs = Path(__file__).parents[2] / "configs"
-    assert sorted(shipped_configs()) == sorted(
-        path.relative_to(configs).with_suffix("").as_posix() for path in configs.rglob("*.yaml")
-    )
 
 
 def test_configs_are_listed_and_shown(tmp_path):

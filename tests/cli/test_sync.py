@@ -87,22 +87,6 @@ def test_a_run_folder_that_cannot_be_written_to_is_named(runs, store):
     usage_error("sync", "a", "--tracking-uri", store, cwd=Path.cwd(), parts=[message])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["frist"], "did you mean 'first'?"),
-        ([], "--all"),
-        (["first", "--all"], "not both"),
-        (["--all", "--runs-dir", "elsewhere"], "no runs in elsewhere"),
-        (["damaged"], "metrics.jsonl"),
-    ],
-)
-def test_a_user_error_is_one_line_and_exit_code_2(runs, arguments, message):
-    make_run(runs, "first")
-    make_run(runs, "damaged").metrics_path.write_text("no JSON\n")
-    usage_error("sync", *arguments, cwd=Path.cwd(), parts=[message])
-
-
 def test_a_damaged_run_does_not_prevent_the_sync_of_others(runs, store):
     make_run(runs, "damaged").metrics_path.write_text("no JSON\n")
     make_run(runs, "intact")

@@ -139,15 +139,6 @@ def test_runs_start_while_another_one_ignores_the_request_to_stop(folder, monkey
     assert (folder.path / "0.2-s0" / "summary.json").exists()
 
 
-def test_additional_flags_are_passed_to_each_run(folder, monkeypatch):
-    code = "import sys; print(sys.argv[1:])"
-    monkeypatch.setattr(scheduler, "train_command", lambda *_: [sys.executable, "-S", "-c", code])
-    monkeypatch.setattr(scheduler, "POLL_S", 0.02)
-    flags = ["--tracking-uri", "http://a server"]
-    run_sweep(folder, LocalPool([{}] * 2), dict.fromkeys(ALL, 4), lambda _: None, flags)
-    assert {folder.log_path(name).read_text() for name in ALL} == {f"{flags}\n"}
-
-
 @pytest.mark.slow
 def test_a_run_far_behind_is_stopped_and_not_started_again(folder, monkeypatch):
     accuracy = {"0.1-s0": 0.9, "0.1-s1": 0.9, "0.2-s0": 0.2, "0.2-s1": 0.85}

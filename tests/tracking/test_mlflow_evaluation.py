@@ -92,26 +92,6 @@ def test_links_are_written_under_the_lock_of_the_sender(run, evaluation, monkeyp
     assert locked == [True]
 
 
-def test_an_evaluation_of_another_model_gets_its_own_run_and_keeps_it(run, evaluation):
-    assert send(run, evaluation, step=None) == evaluation.path
-    client, runs = runs_of(run)
-    found = runs["an-evaluation"]
-    assert found.info.status == "FINISHED"
-    assert found.data.params == {"seed": "7", "model.path": "x"}
-    assert found.data.tags["version.torch"] == "2"
-    assert found.data.metrics == {"eval/a/mean_at_4": 0.5, "eval/a/mean_at_4_low": 0.25}
-    assert [file.path for file in client.list_artifacts(found.info.run_id)] == ["eval.json"]
-    later = {**METRICS, "eval/a/mean_at_4": 0.75}
-    send_evaluation(store_of(run), evaluation.path, None, None, later, {"seed": 7}, {}, [])
-    client, runs = runs_of(run)
-    assert set(runs) == {"an-evaluation"}
-    assert (runs["an-evaluation"].info.run_id, runs["an-evaluation"].info.status) == (
-        found.info.run_id,
-        "FINISHED",
-    )
-    assert history(store_of(run).uri, found.info.run_id, "eval/a/mean_at_4") == [(0, 0.5), (0, 0.75)]
-
-
 def test_an_evaluation_gets_its_own_run_if_mlflow_lacks_the_run_of_the_model(run, evaluation):
     """The run was trained without MLflow, or deleted there."""
     assert send(run, evaluation, run_folder=run.path) == evaluation.path
@@ -120,11 +100,3 @@ def test_an_evaluation_gets_its_own_run_if_mlflow_lacks_the_run_of_the_model(run
     client.delete_run(runs["first"].info.run_id)
     assert send(run, evaluation, run_folder=run.path) == evaluation.path
     assert set(runs_of(run)[1]) == {"an-evaluation"}
-
-
-def test_a_store_that_cannot_be_reached_raises(run, evaluation):
-    from mlflow.exceptions import MlflowException
-
-    nowhere = Store("http://127.0.0.1:9", "bandpo", None)
-    with pytest.raises(MlflowException):
-        send_evaluation(nowhere, evaluation.path, None, None, METRICS, {}, {}, [])
