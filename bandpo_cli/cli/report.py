@@ -31,6 +31,7 @@ def report(
     out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
     margin: Annotated[float, opt.option("M")] = 0.02,
     x: opt.AxisName = "step",
+    fit: Annotated[bool, opt.option(flags=["--fit"])] = False,
     format_: opt.TableOrJson = "table",
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
@@ -53,13 +54,14 @@ def report(
         by: Settings that define a variant, for example bounds,optim.lr; repeatable.
         out: Folder of the report.
         margin: Differences of accuracy within ±M can be found equivalent.
+        fit: Also fit a saturating curve to the held-out accuracy of each variant.
     """
     from bandpo_cli.reports.run_variants import select_runs
     from bandpo_cli.reports.write_report import write_report
 
     chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
     folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
-    written = write_report(chosen, folder, margin, AXES[x])
+    written = write_report(chosen, folder, margin, AXES[x], fit)
     if format_ == "json":
         print_json(written.as_json())
     else:
@@ -83,6 +85,9 @@ def print_report(console: Console, report: Report) -> None:
         console.print()
         by_set = [metric for metric in report.metrics if metric.key.startswith(("reward/", "accuracy/"))]
         console.print(_report_table(report, by_set, separator))
+    for fit in report.fits:
+        cells = zip(fit.HEADINGS, fit.cells, strict=True)
+        print_text(f"{fit.variant}: " + ", ".join(map(" ".join, cells)), "fit: ", "dim")
     for line in report.tuning.notes() if report.tuning is not None else ():
         print_text(line, "tuned: ", "dim")
     for note in report.notes:

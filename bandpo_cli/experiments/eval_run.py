@@ -179,7 +179,13 @@ def _run(
         if isinstance(target, EvalFolder) and target.samples_path.exists():
             source, folder, config = None, target, plan.config
             ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
-            rows = _stored_rows(folder) if is_main else []
+            rows: list[EvalRow] = []
+            if is_main:
+                folder.drop_parts()  # a kill between the table and this call leaves them
+                if not (rows := read_eval_table(folder.samples_path)):
+                    raise UserError(
+                        f"{folder.samples_path}: holds no completions; remove it to sample them again"
+                    )
             info = EvalInfo(plan, folder.path, len(rows), len(rows), True, ())
         else:
             source, parts = _open_source(plan, events, stack), dict[PartKey, list[EvalRow]]()
@@ -277,15 +283,6 @@ def _open_folder(
     if parts and read_record(target.path / RECORD_FILE)["sets"] != source.sets:
         raise UserError(f"--resume {target.name}: its tasks have other problems now; start a new evaluation")
     return target, {*parts}
-
-
-def _stored_rows(folder: EvalFolder) -> list[EvalRow]:
-    """Return the completions of an evaluation that has all of them."""
-    folder.drop_parts()  # a kill between the table and this call leaves them
-    rows = read_eval_table(folder.samples_path)
-    if not rows:
-        raise UserError(f"{folder.samples_path}: holds no completions; remove it to sample them again")
-    return rows
 
 
 def _collect(

@@ -250,9 +250,8 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
     count, wanted = len(task.train_problems()), config.sampling.prompts
     if 0 < count < wanted:
         counts = f"{plural(count, 'training problem')} for {wanted:,} prompts per step"
-        warnings.append(
-            f"{counts}: a step samples every problem {wanted / count:.1f} times on average; lower sampling.prompts"
-        )
+        often = f"a step samples every problem {wanted / count:.1f} times on average"
+        warnings.append(f"{counts}: {often}; lower sampling.prompts")
     return warnings
 
 

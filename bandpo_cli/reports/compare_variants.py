@@ -20,8 +20,10 @@ from scipy import stats
 
 from bandpo_cli.evaluation.verdicts import MARGIN, conclude, holm
 from bandpo_cli.metric_names import STEP
+from bandpo_cli.reports.report_record import RunRecord
 from bandpo_cli.reports.run_tables import ExcludedRun, RunTables, common_n, percent_text, scores_of
 from bandpo_cli.reports.run_variants import ABSENT, differing_settings, format_setting
+from bandpo_cli.reports.saturating_fit import SaturatingFit
 from bandpo_cli.reports.tuned_settings import Tuning
 
 LEVEL = 0.95
@@ -81,6 +83,7 @@ class Metric:
         compared: whether variants are compared by this metric; tables then show its interval.
         pattern: format specification of a value.
         percent: whether a value is shown in percent.
+        unit: unit of a value, also of one that is shown in percent.
         smallest, largest: limits of the values, null for none.
         more_is_better: whether a verdict is `better` or `worse`; else it is `higher` or `lower`.
     """
@@ -91,6 +94,7 @@ class Metric:
     compared: bool = True
     pattern: str = ".3f"
     percent: bool = False
+    unit: str = "share"
     smallest: float | None = 0.0
     largest: float | None = 1.0
     more_is_better: bool = True
@@ -177,6 +181,11 @@ class Report:
         tuning: the variants that the settings were chosen from; None for settings that no sweep chose.
         notes: sentences about limits of the comparison.
         files: written files by name.
+        fits: saturating fits of the variants; empty without `--fit`.
+        settings: the settings that all runs share, by dotted key, without those that have no effect on the results.
+        runs: the runs that are not excluded, with the other settings.
+        environment: command, versions, commit and hardware that made the report, as in env.json.
+        methods: a paragraph about the methods, made from the records.
     """
 
     title: str
@@ -192,6 +201,11 @@ class Report:
     notes: tuple[str, ...]
     excluded: tuple[ExcludedRun, ...]
     files: Mapping[str, Path]
+    fits: tuple[SaturatingFit, ...]
+    settings: Mapping[str, Any]
+    runs: tuple[RunRecord, ...]
+    environment: Mapping[str, Any]
+    methods: str
     margin: float = MARGIN
     axis: str = STEP.name
     axis_level: float | None = None
@@ -220,7 +234,7 @@ def report_metrics(tables: RunTables, sets: Sequence[str], level: float | None) 
         place, span = f" at {tables.axis.text(tables.level)}", tables.axis.label
         moment = f"{place[1:]}, the most that all runs reach, linear between evaluations"
     under = f"mean@{n}" if compared[0] == "accuracy" else "the mean reward"
-    unlimited: dict[str, Any] = {"smallest": None, "largest": None}
+    unlimited: dict[str, Any] = {"unit": "reward", "smallest": None, "largest": None}
     scores = {
         "reward": Metric("reward", f"held-out reward{place}", f"mean reward {moment}", **unlimited),
         "accuracy": Metric("accuracy", f"held-out accuracy{place}", f"mean@{n} {moment}"),
@@ -239,7 +253,7 @@ def report_metrics(tables: RunTables, sets: Sequence[str], level: float | None) 
     seconds = (
         "seconds per step, without evaluations and checkpoints; the range covers the middle 80% of all steps"
     )
-    entropy = partial(Metric, largest=None, more_is_better=False)
+    entropy = partial(Metric, largest=None, unit="nats", more_is_better=False)
     shown = partial(Metric, compared=False, pattern=".2f")
     metrics = [
         *(means[key] for key in compared),
@@ -248,7 +262,7 @@ def report_metrics(tables: RunTables, sets: Sequence[str], level: float | None) 
         entropy("entropy_at_accuracy", f"entropy at {reached} accuracy", at_accuracy),
         means["pass"],
         shown("clipped", "clipped", share, percent=True),
-        shown(SECONDS_PER_STEP, "s/step", seconds, largest=None),
+        shown(SECONDS_PER_STEP, "s/step", seconds, largest=None, unit="s"),
     ]
     for label in sets if len(sets) > 1 else ():
         for key in (*compared, "area", "pass"):

@@ -42,6 +42,7 @@ from bandpo_cli.reports.run_tables import (
     scores_of,
 )
 from bandpo_cli.reports.run_variants import format_setting
+from bandpo_cli.reports.saturating_fit import SaturatingFit
 from bandpo_cli.reports.tuned_settings import Lines, by_learning_rate
 
 Floats = NDArray[np.float64]
@@ -106,6 +107,9 @@ def plot_all(tables: RunTables, report: Report, out: Path) -> dict[str, Path]:
         ),
         "clip_by_probability": _plot_clip_table(tables.bins, names, styles, subtitle),
     }
+    figures["accuracy_fit"] = _plot_fits(
+        report.fits, styles, subtitle, tables.axis.label, y_labels["accuracy"]
+    )
     if (tuning := report.tuning) is not None:
         score = scores[0] if tuning.metric == "area" else tuning.metric
         title, sweep = f"Tuning: held-out {score} against learning rate", escape_mathtext(tuning.sweep)
@@ -226,6 +230,30 @@ def _plot_over(
     style.label(axes, axis.label, y_label, percent=limits == SHARE)
     final_values = {name: float(values_RS[:, -1].mean()) for name, (_, values_RS) in curves.items()}
     side_legend(figure, axes, final_values, styles, bands)
+    return figure
+
+
+def _plot_fits(
+    fits: Sequence[SaturatingFit], styles: LineStyles, subtitle: str, x_label: str, y_label: str
+) -> Figure | None:
+    """Plot the fitted curves over the mean accuracies, and the intervals of the identified asymptotes."""
+    fits = [fit for fit in fits if fit.curve and fit.variant in styles]
+    if not fits:
+        return None
+    subtitle += " · dots: means over seeds, hollow before the fit; bands: asymptotes, where identified"
+    figure, (axes,) = style.new_figure("Saturating fits of held-out accuracy", subtitle)
+    for fit in fits:
+        line = styles[fit.variant]
+        dots: dict[str, Any] = {"color": line["color"], "marker": "o", "markersize": 5, "linestyle": "none"}
+        early = len(fit.observed) - fit.evaluations
+        axes.plot(*zip(*fit.observed[:early], strict=True), markerfacecolor="white", **dots)
+        axes.plot(*zip(*fit.observed[early:], strict=True), alpha=0.5, **dots)
+        axes.plot(*zip(*fit.curve, strict=True), zorder=3, **line)
+        if fit.asymptote is not None and not fit.unidentified:
+            axes.axhspan(fit.asymptote.low, fit.asymptote.high, color=line["color"], alpha=0.1, linewidth=0)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
+    style.label(axes, x_label, y_label, percent=True)
+    side_legend(figure, axes, {fit.variant: fit.curve[-1][1] for fit in fits}, styles)
     return figure
 
 

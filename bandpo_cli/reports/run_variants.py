@@ -32,7 +32,7 @@ MAX_LISTED = 6  # variants or settings that a note lists
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
 _TAGS = {"bounds": _METHOD, "code": _METHOD, "task": "task.name"}  # decides which settings its section has
 _LABELS = {"task.name": "task", "model.path": "model"}  # clearer than the last part of the key
-_SAME_VARIANT = ("seed", *WITHOUT_EFFECT)
+SAME_VARIANT = ("seed", *WITHOUT_EFFECT)
 """Settings and sections in which the runs of a variant may differ: the seed makes repetitions of a variant."""
 
 
@@ -132,9 +132,9 @@ def is_within(key: str, sections: Iterable[str]) -> bool:
 
 
 def differing_settings(runs: Iterable[Settings]) -> list[str]:
-    """Return the keys outside `_SAME_VARIANT` whose values differ between the runs, in the order of the configs."""
+    """Return the keys outside `SAME_VARIANT` whose values differ between the runs, in the order of the configs."""
     listed = list(runs)
-    keys = dict.fromkeys(key for run in listed for key in run if not is_within(key, _SAME_VARIANT))
+    keys = dict.fromkeys(key for run in listed for key in run if not is_within(key, SAME_VARIANT))
     # Which modules a run has follows from other settings.
     having = {key: [run for run in listed if key in run or not is_within(key, ["code"])] for key in keys}
     return [key for key in keys if len({setting_texts(run, [key]) for run in having[key]}) > 1]

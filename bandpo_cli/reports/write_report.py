@@ -32,7 +32,8 @@ from bandpo_cli.reports.compare_variants import (
 )
 from bandpo_cli.reports.controls import control_notes, evaluated_rewards
 from bandpo_cli.reports.report_plots import MAX_VARIANTS_PLOTTED, plot_all
-from bandpo_cli.reports.run_tables import common_sets, entropy_at_equal_accuracy, read_runs
+from bandpo_cli.reports.report_record import describe_methods, record_runs
+from bandpo_cli.reports.run_tables import RunTables, common_sets, entropy_at_equal_accuracy, read_runs
 from bandpo_cli.reports.run_variants import (
     MAX_LISTED,
     Selection,
@@ -40,8 +41,10 @@ from bandpo_cli.reports.run_variants import (
     differing_settings,
     is_within,
 )
-from bandpo_cli.reports.tuned_settings import read_tuning
+from bandpo_cli.reports.saturating_fit import fit_caption, fit_variants
+from bandpo_cli.reports.tuned_settings import Tuning, read_tuning
 from bandpo_cli.storage.files import write_json, write_text
+from bandpo_cli.storage.run_record import describe_environment
 from bandpo_cli.storage.sweep_folder import check_baseline
 
 DIFFERENCES_CAPTION = (
@@ -59,6 +62,7 @@ CAPTIONS = {
     "reward": "Held-out reward over steps",
     "reward_lr": "Held-out reward against learning rate",
     "accuracy": "Held-out accuracy over steps",
+    "accuracy_fit": "Held-out accuracy with saturating fits",
     "accuracy_lr": "Held-out accuracy against learning rate",
     "tuning_lr": "Tuning: held-out accuracy or reward against learning rate",
     "entropy": "Entropy of the policy over steps",
@@ -73,7 +77,9 @@ _EVALUATION_KEYS = ("task", "evaluation.problems", "evaluation.temperature", "mo
 """Settings and sections whose values make the accuracies of two runs incomparable."""
 
 
-def write_report(selection: Selection, out: Path, margin: float = MARGIN, axis: Axis = STEP) -> Report:
+def write_report(
+    selection: Selection, out: Path, margin: float = MARGIN, axis: Axis = STEP, fit: bool = False
+) -> Report:
     """Compare the variants of a selection and write the files of the report into `out`.
 
     All results are computed from the run folders. Runs that are failed, unfinished or damaged are excluded and listed
@@ -82,11 +88,13 @@ def write_report(selection: Selection, out: Path, margin: float = MARGIN, axis: 
     Args:
         margin: margin of equivalence, in units of accuracy.
         axis: what the runs are compared at equal amounts of, and the axis of the plots.
+        fit: fit a saturating curve to the accuracies of each variant.
 
     Raises:
         ConfigError: the margin is not between 0 and 1.
         UserError: all runs are excluded, two runs of a variant have the same seed, the runs share no evaluation set,
-            the baseline is not a variant, the plan of the sweep is damaged, or `out` cannot be written to.
+            the baseline is not a variant, the plan of the sweep is damaged, no variant has enough
+            evaluations for a fit, or `out` cannot be written to.
     """
     check_margin(margin)
     baseline, tuning = selection.baseline, read_tuning(selection.sweep)
@@ -113,6 +121,8 @@ def write_report(selection: Selection, out: Path, margin: float = MARGIN, axis: 
     if len(names) > MAX_VARIANTS_PLOTTED:
         best = f"{MAX_VARIANTS_PLOTTED} variants with the highest {metrics[0].name}"
         notes.append(f"The plots show the {best}, and the baseline.")
+    fits = fit_variants(tables.steps["accuracy"], tables.steps["amount"], names) if fit else []
+    shared, runs = record_runs(tables.runs, tables.steps["seconds"], [metric.key for metric in metrics])
     report = Report(
         title=selection.title,
         about=_about(variants, sets),
@@ -127,10 +137,22 @@ def write_report(selection: Selection, out: Path, margin: float = MARGIN, axis: 
         notes=tuple(notes),
         excluded=excluded,
         files={},
+        fits=tuple(fits),
+        settings=shared,
+        runs=runs,
+        environment=describe_environment(),
+        methods=describe_methods(
+            shared, runs, sets, _statistics(compared, differences, tuning, margin, axis if fits else None)
+        ),
         margin=margin,
         axis=axis.name,
         axis_level=tables.level,
     )
+    return _write_files(report, tables, out)
+
+
+def _write_files(report: Report, tables: RunTables, out: Path) -> Report:
+    """Write the files of a report into `out`, and return the report with their paths."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         beside = out if out.is_dir() else out.parent
@@ -240,6 +262,26 @@ def _notes(
         yield f"The runs differ in {', '.join(differing[:MAX_LISTED])}: {from_others}."
     if others := sorted({label for n in runs["n"] for label in n} - set(sets)):
         yield f"Excluded, because not every run was evaluated on these sets: {', '.join(others)}."
+
+
+def _statistics(
+    baseline: str | None,
+    differences: Sequence[VariantDifference],
+    tuning: Tuning | None,
+    margin: float,
+    axis: Axis | None,
+) -> str:
+    """Return the sentences of the methods on intervals, tests and fits; `axis` is that of the fits, None for none."""
+    tests = (
+        f"Variants were compared with {baseline} over common seeds by paired t-tests, with p-values adjusted over the "
+        f"variants of a metric by Holm's method; equivalence within ±{margin:g} of held-out accuracy, "
+        "by two one-sided t-tests"
+    )
+    sentences = ["Metrics are means over seeds with 95% intervals of Student's t"]
+    sentences += [tests] if differences else []
+    sentences += [f"Settings were chosen by {tuning.caption}"] if tuning is not None else []
+    sentences += [fit_caption(axis)] if axis is not None else []
+    return "".join(f"{sentence}. " for sentence in sentences).strip()
 
 
 def captions(report: Report) -> dict[str, str]:

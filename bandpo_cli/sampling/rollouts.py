@@ -34,7 +34,7 @@ from bandpo_cli.types import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplingSetup:
     """What sampling needs besides the engine.
 

@@ -60,7 +60,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_records_of_weighted_rewards_also_after_a_resume() -> None:
+def test_the_records_of_weighted_rewards_also_after_a_resume():
     """The values are computed again from the texts in the samples; only the reward of an evaluation has all entries."""
     zero = {"grader": "pluses_reward:pluses", "weight": 0, "name": "zero"}
     rewards = (
@@ -99,7 +99,7 @@ def test_the_records_of_weighted_rewards_also_after_a_resume() -> None:
 @pytest.mark.parametrize(
     ("timeout_reward", "reward"), [("none", {}), ("wrong", {"wrong": -1.0, "overlong_buffer": 2})]
 )
-def test_answers_that_were_not_graded_are_in_no_mean(timeout_reward: str, reward: dict[str, Any]) -> None:
+def test_answers_that_were_not_graded_are_in_no_mean(timeout_reward, reward):
     """Which answers fail follows from the texts in the samples."""
     Path("unstable.py").write_text(UNSTABLE)
     folder = run_with(
@@ -125,7 +125,7 @@ def test_answers_that_were_not_graded_are_in_no_mean(timeout_reward: str, reward
 
 
 @pytest.mark.slow
-def test_a_failing_grader_stops_the_run_and_its_repair_resumes_it() -> None:
+def test_a_failing_grader_stops_the_run_and_its_repair_resumes_it():
     Path("failing_judge.py").write_text(BROKEN)
     message = r"all 16 answers are grader errors.*'failing_judge:judge'.*failing_judge.py:2, in judge"
     with pytest.raises(GraderFailedError, match=message):
@@ -139,7 +139,7 @@ def test_a_failing_grader_stops_the_run_and_its_repair_resumes_it() -> None:
     assert [line["step"] for line in read_metrics(folder)] == [0, 1]
 
 
-def test_answers_of_a_failed_evaluation_are_graded_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_answers_of_a_failed_evaluation_are_graded_again(caplog):
     Path("failing_eval.py").write_text(BROKEN)
     rows = [{"question": f"{n}?", "answer": n, "completions": ["a", "b"]} for n in range(3)]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -173,7 +173,7 @@ def test_answers_of_a_failed_evaluation_are_graded_again(caplog: pytest.LogCaptu
         ({"task": {"heldout_fraction": 0.5}, "sampling": {"prompts": 2}}, ["evaluation set 'a' has only 6 problems"]),
     ],
 )  # fmt: skip
-def test_few_problems_are_pointed_out(settings: dict[str, Any], expected: list[str]) -> None:
+def test_few_problems_are_pointed_out(settings, expected):
     rows = [{"question": f"{n} + {n}?", "answer": 2 * n} for n in range(9)]
     Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = {"task": {"name": "data", "train": "a.jsonl"}, "model": {"path": "a/b"}, "optim": {"updates": 2}}

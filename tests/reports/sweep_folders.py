@@ -72,9 +72,9 @@ def write_sweep(folder: Path, finals: Mapping[str, Mapping[int, float]]) -> Path
     return folder
 
 
-def report_of(folder: Path, out: Path | None = None, **changes: Any) -> Report:
+def report_of(folder: Path, out: Path | None = None, fit: bool = False, **changes: Any) -> Report:
     """Write the report of a sweep, with changes of its selection."""
-    return write_report(replace(read_sweep(folder), **changes), out or folder / "report")
+    return write_report(replace(read_sweep(folder), **changes), out or folder / "report", fit=fit)
 
 
 def write_plan(folder: Path, plan: Any) -> None:
