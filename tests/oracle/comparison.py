@@ -21,7 +21,7 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.metric_names import without_clock
+from bandpo_cli.metric_names import TOTALS, without_clock
 from bandpo_cli.models.load import embedded_model_path, with_resolved_dtype
 from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
@@ -274,7 +274,8 @@ def compare(
         results.append(result)
         columns = max(columns, _column_difference(run.path / f"tokens/step-{step:06d}.parquet", result))
     loop.close()
-    records = [without_clock(record) for record in run.read_metrics()[1:]]
+    lines = [without_clock(record) for record in run.read_metrics()[1:]]
+    records = [{key: value for key, value in line.items() if key not in TOTALS} for line in lines]
     lags = [record.pop("sampler/lag", 0) for record in records]
     assert lags == [0, *([config.optim.updates] * (steps - 1))] if ahead else not any(lags)
     differences = _differences(records, results, gradients, components, reference, columns)
