@@ -155,11 +155,8 @@ def _usage_message(error: typer.TyperException) -> str:
     from bandpo_cli.config.layers import settings_named
     from bandpo_cli.settings_validation import OPTIONS_ELSEWHERE, option_word, setting_for
 
-    message, context, option = (
-        error.format_message(),
-        getattr(error, "ctx", None),
-        getattr(error, "option_name", ""),
-    )
+    message, context = error.format_message(), getattr(error, "ctx", None)
+    option = getattr(error, "option_name", "")
     known = {flag for parameter in context.command.params for flag in parameter.opts} if context else set()
     advice = ""
     if "--set" in known and option:
@@ -171,9 +168,8 @@ def _usage_message(error: typer.TyperException) -> str:
             or " or ".join(f"{flag} VALUE" for flag in flags)
             or " or ".join(form.format(key) for key in settings_named(option) for form in forms)
         )
-        message = (
-            message.partition(" (")[0] if advice else message
-        )  # without the options that Typer finds similar
+        if advice:  # without the options that Typer finds similar
+            message = message.partition(" (")[0]
     elif "--set" in known and "unexpected extra argument" in message:
         word = message.partition("(")[2].partition("=")[0].rstrip(") ")
         advice = f"--set {setting_for(word)}=VALUE" if setting_for(word) else "KEY=VALUE after --set"

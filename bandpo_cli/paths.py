@@ -96,9 +96,8 @@ def check_regular_file(path: Path, where: str) -> int:
     if status.st_size < 1024:  # a pointer is smaller, by the specification of git-lfs
         with suppress(OSError), path.open("rb") as file:
             if file.read().startswith(b"version https://git-lfs"):
-                raise ConfigError(
-                    f"{where}: is a git-lfs pointer without the content of the file; run git lfs pull there"
-                )
+                what = "is a git-lfs pointer without the content of the file"
+                raise ConfigError(f"{where}: {what}; run git lfs pull there")
     return status.st_size
 
 

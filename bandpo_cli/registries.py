@@ -181,12 +181,15 @@ class GraderEntry(Entry):
         worker: the function that a worker process runs in unbounded time; None where `first_stage` always decides.
         vote: a function from a text to its answer in a canonical form for majority votes; None for a text without one.
         templates: the values of `task.template` that ask for a form which the grader reads; empty for all.
+        is_control: its rewards say little or nothing of whether an answer is correct. Only training has them:
+            evaluations, and what counts as correct, are by the grader of the answers.
     """
 
     first_stage: str
     worker: str | None = None
     vote: str = "bandpo_cli.grading.answers:vote_expression"
     templates: tuple[str, ...] = ()
+    is_control: bool = False
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,9 @@ GRADERS = Registry("grader", [
                 f"{_ANSWERS}:grade_tagged", worker="bandpo_cli.grading.gym_scores:score",
                 vote=f"{_ANSWERS}:vote_tagged"),
     GraderEntry(ENVIRONMENT_GRADER, "the reward of task.environment", f"{_ANSWERS}:grade_environment"),
+    GraderEntry("random", "a control: reward 1 by a coin (grading.coin)", f"{_ANSWERS}:grade_by_coin", is_control=True),
+    GraderEntry("format", "a control: reward 1 for any answer that can be read", f"{_ANSWERS}:grade_form",
+                is_control=True),
 ], f"a custom function as module:function ({', '.join(f'{name}:module:function' for name in SIGNATURES)})",
    is_custom_grader)
 

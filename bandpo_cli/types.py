@@ -62,6 +62,9 @@ class Insertion(NamedTuple):
 MESSAGES, ENVIRONMENT_REWARD = "messages", "environment_reward"
 """Keys of `Problem.extra` of a completion: the messages of its conversation, and the reward of its environment."""
 
+COIN, ANSWER_GRADER = "coin", "answer_grader"
+"""Keys of `Problem.extra` for controls: the side of the coin of a completion, and the grader of the answers."""
+
 
 @dataclass(frozen=True)
 class Conversation:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 PACKAGE = Path(__file__).parents[1] / "bandpo_cli"
 COMMAND = ["train", "--steps=1", "--no-mlflow", "--set=sampling.prompts=2", "--set=optim.updates=1"]
 COMMAND += ["--set=evaluation.every=0"]
-LIMITS = {"files": 64, "functions": 448, "changes of file": 478}
+LIMITS = {"files": 60, "functions": 448, "changes of file": 476}
 """The largest allowed counts. Lower a limit when the way becomes shorter; never raise it."""
 
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")

@@ -33,13 +33,9 @@ _MAX_TEXT_BYTES = 2**28
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 _COLUMNS: Mapping[str, tuple[int, JustifyMethod]] = {
-    "p": (10, "right"),
-    "lower": (9, "right"),
-    "upper": (9, "right"),
-    "probability range": (19, "center"),
-    "Δp": (9, "right"),
-    "saturated": (9, "left"),
-}
+    "p": (10, "right"), "lower": (9, "right"), "upper": (9, "right"), "probability range": (19, "center"),
+    "Δp": (9, "right"), "saturated": (9, "left"),
+}  # fmt: skip
 """The columns of the table of intervals: minimum width and alignment by heading."""
 
 PEERS = [name for name, method in METHODS.items() if not (method.without_bounds or method.named_by_region)]
@@ -106,9 +102,8 @@ def bounds(
     peers = [*map(method_name, opt.split_commas(compare or []))]
     for name in peers:
         if name in METHODS and (why := METHODS[name].without_bounds):
-            raise UserError(
-                f"--compare: {name} has no interval of ratios: {why}; allowed: {', '.join(PEERS)}"
-            )
+            allowed = ", ".join(PEERS)
+            raise UserError(f"--compare: {name} has no interval of ratios: {why}; allowed: {allowed}")
         if not is_function_path(name):
             opt.check_choice("--compare", name, PEERS)
     if max_ratio is not None and not max_ratio > 1.0:
@@ -128,10 +123,8 @@ def bounds(
             raise UserError(f"--plot {plot}: cannot be written; allowed: {allowed}")
     wanted = probabilities(probs or [], file)
     if not wanted and plot is None:
-        raise UserError(
-            "give probabilities in (0, 1], as in: bandpo bounds 0.001 0.08 0.9 (- or --file F to read them)"
-        )
-
+        example = "bandpo bounds 0.001 0.08 0.9 (- or --file F to read them)"
+        raise UserError(f"give probabilities in (0, 1], as in: {example}")
     rows = [row for name in regions for radius in radii for row in band_rows(wanted, name, radius, max_ratio)]
     rows += [row for name in peers for row in method_rows(wanted, name)]
     if format_ != "table":
@@ -163,9 +156,8 @@ def _from_text(text: str, source: str) -> list[float]:
         for word in line.partition("#")[0].replace(",", " ").split()
     ]
     if not values:
-        raise UserError(
-            f"{source}: no probability in it; give numbers in (0, 1] separated by spaces, commas or lines"
-        )
+        advice = "give numbers in (0, 1] separated by spaces, commas or lines"
+        raise UserError(f"{source}: no probability in it; {advice}")
     return values
 
 

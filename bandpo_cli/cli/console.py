@@ -34,16 +34,13 @@ class SafeStream:
         self.rich_proxied_file: Any = SafeStream(stream, escapes=False) if escapes else self
 
     def write(self, text: str) -> int:
-        """Write a text."""
         self._call("write", escape_controls(text) if self._escapes else text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write texts."""
         self.write("".join(lines))
 
     def flush(self) -> None:
-        """Write what is buffered."""
         self._call("flush")
 
     def _call(self, method: str, *arguments: str) -> None:
@@ -122,7 +119,6 @@ class LogHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one message."""
         heading = "warning:" if record.levelno >= logging.WARNING else ""
         print_line(self._console, redact_credentials(record.getMessage()), heading, "yellow")
 

@@ -209,7 +209,6 @@ class EvalView(ExperimentView):
         self._total = self._stored = self._done = self._stride = self._next_line = 0
 
     def start(self, info: EvalInfo) -> None:
-        """Print the notes and the folder."""
         self._info = info
         if info.rescored:
             self.spin(None)
@@ -233,7 +232,6 @@ class EvalView(ExperimentView):
         super().phase(name)
 
     def step(self, report: Batch) -> None:
-        """Show the progress."""
         self._done += len(report.rows)
         self._label = report.label
         self.update_progress()
@@ -404,10 +402,8 @@ def print_comparison(console: Console, result: ComparisonResult, show: int) -> N
             table.add_row(metric_label(name), *texts, shown, conclusion.verdict)
         console.print(table)
         compared_by = "mean reward" if "reward" in compared.metrics else "share of correct completions"
-        counts = (
-            f"{plural(compared.wins, 'problem')}, lower on {compared.losses:,}, the same on {compared.ties:,}"
-        )
-        print_line(console, f"{compared_by}: higher in B on {counts}")
+        others = f"lower on {compared.losses:,}, the same on {compared.ties:,}"
+        print_line(console, f"{compared_by}: higher in B on {plural(compared.wins, 'problem')}, {others}")
         if (p := compared.sign_test_p) is not None:
             differing = compared.wins + compared.losses
             line = f"exact sign test, problems that differ: {differing:,}, p {'< 0.001' if p < 0.001 else f'= {p:.3f}'}"

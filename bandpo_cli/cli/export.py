@@ -59,9 +59,8 @@ def export_verl(
     from bandpo_cli.experiments import export_verl as export_experiment
 
     settings = resolve([*map(read_config, config or []), read_assignments(set_ or [])])
-    exported = export_experiment(
-        settings, out, nodes=nodes, gpus_per_node=gpus_per_node, allow_differences=allow_differences
-    )
+    size = {"nodes": nodes, "gpus_per_node": gpus_per_node}
+    exported = export_experiment(settings, out, **size, allow_differences=allow_differences)
     rows = [
         ("method", settings.bounds.describe()),
         ("data", f"{exported.problems:,} training problems, {exported.heldout:,} held out"),
@@ -180,11 +179,9 @@ class SyncView(ExperimentView):
     """Console view of a sync: one line per run."""
 
     def start(self, info: Sequence[Path]) -> None:
-        """Note the names of the runs."""
         self._names = deque(path.name for path in info)
 
     def phase(self, name: str) -> None:
-        """Show a spinner with the run that is sent."""
         self.spin(f"sending {self._names[0]} …")
 
     def step(self, report: SyncReport) -> None:

@@ -92,7 +92,6 @@ class RankWarnings(logging.Handler):
     """Reports the warnings of a rank, each text once: to the launcher; with torchrun rank 0 prints its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Report one warning."""
         self._report(one_line(redact_credentials(record.getMessage())))
 
     @cache  # noqa: B019 - there is one handler

@@ -306,7 +306,12 @@ def takes_settings(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(**values: Any) -> Any:
         for name, flags in groups.items():
             given = [(flag, value) for flag in flags if (value := values.pop(flag.parameter)) is not None]
-            values[name] = {flag.setting: flag.read(value, command) for flag, value in given}
+            settings = {flag.setting: flag.read(value, command) for flag, value in given}
+            grader = settings.get("task.grader")
+            if command == "train" and grader is not None and grader in GRADERS and GRADERS[grader].is_control:
+                # The grader of the answers stays, and decides what is correct.
+                settings["task.rewards"] = [{"weight": 0}, settings.pop("task.grader")]
+            values[name] = settings
         return function(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -1,6 +1,5 @@
 """Previews of a training run: `--dry-run`, the memory estimate, and `--probe`."""
 
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bandpo_cli.cli.console import (
+    LOADING,
     ExperimentView,
     format_duration,
     make_table,
@@ -99,24 +99,18 @@ def print_memory(console: Console, config: RunConfig, task: Task | None = None, 
     return True
 
 
-class ProbeView(ExperimentView):
-    """Spinner with the present phase of a probe."""
-
-    spinners: Mapping[str, str] = {
-        "load": "loading torch and the model …",
-        "sample": "sampling with the untrained model …",
-        "grade": "grading …",
-        "logprobs": "a trial step …",
-        "update": "a trial step …",
-    }
-
-
 def run_probe(plan: Plan, runs_dir: Path) -> None:
     """Print the statement of the run, probe it, and print the results, the memory, and the settings to change."""
     console, task = open_console(long_running=True), plan.task
     assert task is not None  # only a resume can be without problems
     print_settings(console, settings_rows(plan.config, task), task.notes(), plan.warnings)
-    with closing(ProbeView(console, runs_dir)) as view:
+    with closing(ExperimentView(console, runs_dir)) as view:
+        view.spinners = {
+            "load": LOADING,
+            "sample": "sampling with the untrained model …",
+            "grade": "grading …",
+        }
+        view.spinners |= dict.fromkeys(("logprobs", "update"), "a trial step …")
         report = probe(plan, [view])
     print_results(console, plan.config, report)
     print_memory(console, plan.config, task)

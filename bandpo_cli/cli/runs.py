@@ -198,9 +198,8 @@ def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path,
         scores += "|eval/.*/reward"
     chosen = [key for key in run["metrics"] if every_metric or key in order or re.fullmatch(scores, key)]
     # Scores of evaluations come last, rewards first among them.
-    chosen.sort(
-        key=lambda key: (order.get(key, len(order) * key.startswith("eval/")), not key.endswith("/reward"))
-    )
+    last = {key: len(order) * key.startswith("eval/") for key in chosen} | order
+    chosen.sort(key=lambda key: (last[key], not key.endswith("/reward")))
     for key in chosen:
         (first_step, first), (last_step, last) = run["metrics"][key].values()
         table.add_row(Text(key), f"{first:.4g}", f"{first_step}", f"{last:.4g}", f"{last_step}")

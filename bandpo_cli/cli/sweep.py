@@ -144,9 +144,8 @@ def sweep(
     chosen = Executor(executor, ray_address, jobs, stop_behind, gpus_per_run)
     request: SweepPlan | str
     if resume is not None:
-        opt.refuse_with(
-            context, "--resume", "the plan of the sweep is used", lambda name: name not in _EXECUTION
-        )
+        used = "the plan of the sweep is used"
+        opt.refuse_with(context, "--resume", used, lambda name: name not in _EXECUTION)
         request = resume
     else:
         compared = [flag.setting for flag in opt.SETTINGS if flag.sweep == "several values"]
@@ -214,7 +213,6 @@ class SweepView(ExperimentView):
         self._ended = -1
 
     def start(self, info: SweepInfo) -> None:
-        """Print the folder, the plan and the estimate of the time."""
         self._info, self._start = info, time.perf_counter()
         self.print_start(info.folder, "sweep")
         self.print_plan(info)
@@ -259,7 +257,6 @@ class SweepView(ExperimentView):
         super().phase(name)
 
     def step(self, report: States) -> None:
-        """Show the states of the runs."""
         self._states = report
         self.update_progress()
 
@@ -285,9 +282,8 @@ class SweepView(ExperimentView):
         duration = format_duration(time.perf_counter() - self._start)
         self._print(f"{finished} finished{f' in {duration}' if self._info.pending else ''}")
         print_rows(self.console, [("MLflow", result.mlflow or "")], 6)
-        print_warnings(
-            self.console, (f"{name}: {why}" for name, why in result.stopped.items()), "stopped early"
-        )
+        stopped = (f"{name}: {why}" for name, why in result.stopped.items())
+        print_warnings(self.console, stopped, "stopped early")
         for name, why in result.failures.items():
             print_line(self.console, f"{name}: {why}", "failed", "red")
 

@@ -78,9 +78,8 @@ def train(
     ranks = to_start or rank_count()
     asked = launched_name() if name is None else name
     if fork is not None and (resume is not None or probe):
-        raise UserError(
-            f"--fork {fork}: it starts a new run from a checkpoint; leave out --resume and --probe"
-        )
+        why = "it starts a new run from a checkpoint"
+        raise UserError(f"--fork {fork}: {why}; leave out --resume and --probe")
     if probe:
         others = {"--resume": resume, "--profile": profile, "--dry-run": dry_run, "several ranks": ranks > 1}
         if given := [flag for flag, value in others.items() if value]:

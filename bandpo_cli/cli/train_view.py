@@ -163,7 +163,6 @@ class TrainView(ExperimentView):
             super().phase(name)
 
     def step(self, report: StepReport) -> None:
-        """Show one step."""
         self._report = report
         self._add_metrics(report.record)
         self._bar.update(self._task, completed=report.step)
@@ -283,10 +282,8 @@ def eval_metrics_text(record: Mapping[str, float]) -> str:
 
 def flagged_shares(record: Mapping[str, float]) -> str:
     """Return the shares of `FLAGGED` completions that are above their thresholds."""
-    above = (
-        (record.get(key, 0.0), words) for key, threshold, words in FLAGGED if record.get(key, 0.0) > threshold
-    )
-    return ", ".join(f"{share:.1%} {words}" for share, words in above)
+    shares = ((record.get(key, 0.0), threshold, words) for key, threshold, words in FLAGGED)
+    return ", ".join(f"{share:.1%} {words}" for share, threshold, words in shares if share > threshold)
 
 
 def sample_text(rollout: Rollout) -> Text:

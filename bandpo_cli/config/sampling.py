@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.registries import AUTO_ENGINE, ENGINES
+from bandpo_cli.registries import AUTO_ENGINE, ENGINES, GRADERS
 from bandpo_cli.settings_validation import NotNegative, Positive, Section, require
 
 
@@ -114,9 +114,56 @@ class GradingConfig(Section):
     batch: PositiveInt = 64
     """Completions per call of a reward function that takes lists (TRL's, verl's batch form); those of one problem are
     never split. Such a call has `deadline` seconds per completion."""
+    coin: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Probability of the reward 1 by the grader `random`, for each completion on its own."""
     while_sampling: bool = False
     """Grade completions of a step while vLLM samples the others; no effect with `sampling.max_lag`, which grades in the
     background in any case. Reward functions that take lists get those of fewer problems at a time."""
+
+
+GraderName = Annotated[str, AfterValidator(GRADERS.check_name)]
+
+
+def check_answer_grader(name: str) -> str:
+    """Return the name of a grader that can decide what is correct. Raise ValueError for a control."""
+    require(
+        name not in GRADERS or not GRADERS[name].is_control,
+        f"'{name}' is a control, which cannot decide what is correct; --grader {name}, or "
+        f"task.rewards: [{{weight: 0}}, {name}], trains on it beside the grader of the answers",
+    )
+    return name
+
+
+AnswerGraderName = Annotated[GraderName, AfterValidator(check_answer_grader)]
+"""A grader that decides which answers are correct."""
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)]
+"""A part of a metric name."""
+
+
+class RewardComponent(Section):
+    """One of several rewards: a grader, and the weight of its reward in the sum. A plain string is the grader."""
+
+    grader: GraderName | None = None
+    """null: the grader of the task's answers; only the first of the rewards can leave it out."""
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """Factor of its reward in the sum: negative for a penalty, 0 to record its values without training on them."""
+    name: Label | None = None
+    """Its name in metrics; by default the grader or its function, and `answer` for the task's own grader."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_plain_string(cls, value: Any) -> Any:
+        return {"grader": value} if isinstance(value, str) else value
+
+    @property
+    def label(self) -> str:
+        """The name of the component in metrics and in the columns of the samples."""
+        return self.name or ("answer" if self.grader is None else self.grader.rpartition(":")[2])
+
+    @property
+    def is_control(self) -> bool:
+        """Whether evaluations leave it out; see `GraderEntry`."""
+        return self.grader is not None and self.grader in GRADERS and GRADERS[self.grader].is_control
 
 
 class RewardConfig(Section):

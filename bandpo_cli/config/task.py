@@ -22,7 +22,13 @@ from pydantic import (
     model_validator,
 )
 
-from bandpo_cli.config.sampling import is_installed
+from bandpo_cli.config.sampling import (
+    AnswerGraderName,
+    Label,
+    RewardComponent,
+    check_answer_grader,
+    is_installed,
+)
 from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import nearest_file, path_exists, user_path
@@ -30,7 +36,6 @@ from bandpo_cli.registries import (
     BUNDLED_MODELS,
     DATA_TASK,
     DATASETS,
-    GRADERS,
     TASKS,
     TEMPLATES,
     generated_tasks,
@@ -43,9 +48,6 @@ from bandpo_cli.settings_validation import NotEmpty, Section, TaggedSection, req
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """The suffixes of the local files that can be read."""
 
-GraderName = Annotated[str, AfterValidator(GRADERS.check_name)]
-Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)]
-"""A part of a metric name."""
 AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
 """A single item need not be in a list."""
 
@@ -94,7 +96,7 @@ class Source(Section):
     """Keep problems of these levels only (MATH: 1 to 5)."""
     limit: PositiveInt | None = None
     """Keep at most this many problems, evenly spread over the file."""
-    grader: GraderName | None = None
+    grader: AnswerGraderName | None = None
     """Grader of this source's answers; null: the data set's own, `math` for any other source."""
     label: Label | None = None
     """Its name in metrics; by default the name of the data set, or of the file without its suffix."""
@@ -131,27 +133,6 @@ def _check_slot(template: str) -> str:
     """Return a template with {question} in it; raise ValueError for any other text."""
     require("{question}" in template, "the template needs {question} in the place of the question")
     return template
-
-
-class RewardComponent(Section):
-    """One of several rewards: a grader, and the weight of its reward in the sum. A plain string is the grader."""
-
-    grader: GraderName | None = None
-    """null: the grader of the task's answers; only the first of the rewards can leave it out."""
-    weight: float = Field(1.0, allow_inf_nan=False)
-    """Factor of its reward in the sum: negative for a penalty, 0 to record its values without training on them."""
-    name: Label | None = None
-    """Its name in metrics; by default the grader or its function, and `answer` for the task's own grader."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_plain_string(cls, value: Any) -> Any:
-        return {"grader": value} if isinstance(value, str) else value
-
-    @property
-    def label(self) -> str:
-        """The name of the component in metrics and in the columns of the samples."""
-        return self.name or ("answer" if self.grader is None else self.grader.rpartition(":")[2])
 
 
 class TaskSettings(TaggedSection):
@@ -197,6 +178,12 @@ class TaskSettings(TaggedSection):
         """The tools or the environment; empty for completions of a single turn."""
         return self.tools or ((self.environment,) if self.environment else ())
 
+    @property
+    def evaluated_rewards(self) -> tuple[RewardComponent, ...] | None:
+        """The rewards of evaluations: `rewards` without controls; None for the grader of the answers alone."""
+        kept = tuple(reward for reward in self.rewards or () if not reward.is_control)
+        return kept if any(reward.weight for reward in kept) else None
+
     @field_validator("rewards")
     @classmethod
     def _check_rewards(
@@ -208,6 +195,7 @@ class TaskSettings(TaggedSection):
             rewards, "the list is empty; name at least one grader, or use null for the grader of the task"
         )
         require(all(reward.grader for reward in rewards[1:]), "each entry but the first needs a grader")
+        check_answer_grader(rewards[0].grader or "")
         require(
             rewards[0].grader is None or "grader" in cls.model_fields,
             "this task has a fixed grader, which must be the first entry; remove `grader` from the first entry",
@@ -269,7 +257,7 @@ class DataTask(TaskSettings):
     that contains {question}. Sources with chat messages keep their messages unchanged."""
     system: str | None = None
     """A system message before the user message."""
-    grader: GraderName | None = None
+    grader: AnswerGraderName | None = None
     """Grader of all answers, those of the evaluation sets too: `math`, `number`, `math-dapo` (the paper's), `gsm8k`,
     ..., or a custom function as module:function. null: the grader of each source. config.yaml has the one of
     all sources here, and different ones in the sources."""

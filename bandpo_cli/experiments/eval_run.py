@@ -179,7 +179,13 @@ def _run(
         if isinstance(target, EvalFolder) and target.samples_path.exists():
             source, folder, config = None, target, plan.config
             ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
-            rows = _stored_rows(folder) if is_main else []
+            rows: list[EvalRow] = []
+            if is_main:
+                folder.drop_parts()  # a kill between the table and this call leaves them
+                if not (rows := read_eval_table(folder.samples_path)):
+                    raise UserError(
+                        f"{folder.samples_path}: holds no completions; remove it to sample them again"
+                    )
             info = EvalInfo(plan, folder.path, len(rows), len(rows), True, ())
         else:
             source, parts = _open_source(plan, events, stack), dict[PartKey, list[EvalRow]]()
@@ -235,7 +241,10 @@ def _open_source(plan: EvalPlan, events: _Events, stack: ExitStack) -> _Source:
     from bandpo_cli.experiments.run import start_process
 
     config, ranks = start_process(config, source[1], events, stack, training=False)
-    settings, grade = config.evaluation, partial(grade_components, grader.grade, config.task.rewards)
+    settings, grade = (
+        config.evaluation,
+        partial(grade_components, grader.grade, config.task.evaluated_rewards),
+    )
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
         from bandpo_cli.sampling.rollouts import set_up_sampling
@@ -274,15 +283,6 @@ def _open_folder(
     if parts and read_record(target.path / RECORD_FILE)["sets"] != source.sets:
         raise UserError(f"--resume {target.name}: its tasks have other problems now; start a new evaluation")
     return target, {*parts}
-
-
-def _stored_rows(folder: EvalFolder) -> list[EvalRow]:
-    """Return the completions of an evaluation that has all of them."""
-    folder.drop_parts()  # a kill between the table and this call leaves them
-    rows = read_eval_table(folder.samples_path)
-    if not rows:
-        raise UserError(f"{folder.samples_path}: holds no completions; remove it to sample them again")
-    return rows
 
 
 def _collect(

@@ -89,10 +89,8 @@ def memory_of_task(
     problems = chain(task.train_problems() if training else (), *heldout)
     longest = nlargest(_LONGEST_TEXTS, problems, key=lambda problem: len(str(problem.prompt)))
     prompts = PromptEncoder.of_run(load_tokenizer(config.model), config).encode(longest)
-    tokens = max(len(prompt.token_ids) for prompt in prompts)
-    config = with_values(
-        config, {"sampling.max_prompt_tokens": min(tokens, config.sampling.max_prompt_tokens)}
-    )
+    tokens = min(max(len(prompt.token_ids) for prompt in prompts), config.sampling.max_prompt_tokens)
+    config = with_values(config, {"sampling.max_prompt_tokens": tokens})
     return config, memory_report(config, ranks, training)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from bandpo_cli.callbacks import Callback, TrainCallback
 from bandpo_cli.config.layers import Layer, read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig, dtype_on
-from bandpo_cli.config.sampling import GradingConfig, check_engine
-from bandpo_cli.config.task import DataTask, RewardComponent
+from bandpo_cli.config.sampling import GradingConfig, RewardComponent, check_engine
+from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import add_code_folder, load_setting
 from bandpo_cli.errors import ConfigError, UserError, definition_location, nearest, plural
 from bandpo_cli.grading.answers import unparsed_references
@@ -201,12 +201,13 @@ def check_graders(
 def problems_by_grader(
     problems: Sequence[Problem], rewards: Sequence[RewardComponent] | None
 ) -> dict[str, Sequence[Problem]]:
-    """Return the problems of every grader by name, of those of `rewards` all; the reward of an environment has none."""
+    """Return the problems of every grader by name, for `rewards` all; without those of environments and controls."""
     by_grader: dict[str, list[Problem]] = {}
     for problem in problems:
         if problem.grader != ENVIRONMENT_GRADER:
             by_grader.setdefault(problem.grader, []).append(problem)
-    return by_grader | {reward.grader: problems for reward in rewards or () if reward.grader is not None}
+    checked = (reward for reward in rewards or () if not reward.is_control)
+    return by_grader | {reward.grader: problems for reward in checked if reward.grader is not None}
 
 
 def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
@@ -249,9 +250,8 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
     count, wanted = len(task.train_problems()), config.sampling.prompts
     if 0 < count < wanted:
         counts = f"{plural(count, 'training problem')} for {wanted:,} prompts per step"
-        warnings.append(
-            f"{counts}: a step samples every problem {wanted / count:.1f} times on average; lower sampling.prompts"
-        )
+        often = f"a step samples every problem {wanted / count:.1f} times on average"
+        warnings.append(f"{counts}: {often}; lower sampling.prompts")
     return warnings
 
 

@@ -266,6 +266,7 @@ def differences_of(config: RunConfig) -> list[str]:
     other_mean = method in ("sapo", "gmpo") and objective.aggregation != PER_COMPLETION
     importance = IMPORTANCE_DIFFERENCES.get(objective.importance, "") if corrected else ""
     no_loss = f"verl has no such policy loss (it has {', '.join(LOSSES)})"
+    controls = any(reward.is_control for reward in config.task.rewards or ())
     scheduled = method in LOSSES and config.bounds.scheduled(1, config.steps)
     warmup = "verl raises the learning rate once per step, from 0 in the first; optim.warmup_steps=0 is equal in both"
     checks: list[tuple[str, object, str]] = [
@@ -276,6 +277,7 @@ def differences_of(config: RunConfig) -> list[str]:
         ("sampling.dynamic_batches", sampling.dynamic, "verl samples until it has all groups, without a limit"),
         ("sampling.max_lag", sampling.max_lag, "verl samples each batch with the weights of its step"),
         ("task.tools", config.task.tools, "verl runs tools in its agent loops, which have settings of their own"),
+        ("task.rewards", controls, "the graders random and format are controls of bandpo train"),
         ("task.environment", config.task.environment, "verl has interactions with an interface of its own"),
         ("bounds.method", method not in LOSSES, no_loss),
         ("bounds.delta_schedule", scheduled,
@@ -315,4 +317,5 @@ IMPORTANCE_DIFFERENCES = {
 def is_runnable(config: RunConfig) -> bool:
     """Return whether verl can run the configuration at all, with whatever differences."""
     is_known = config.bounds.method in LOSSES and config.optim.schedule in LR_SCHEDULES
-    return is_known and not config.task.functions
+    has_control = any(reward.is_control for reward in config.task.rewards or ())
+    return is_known and not config.task.functions and not has_control

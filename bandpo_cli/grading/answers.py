@@ -27,7 +27,16 @@ from bandpo_cli.grading.quantities import (
 from bandpo_cli.grading.rewrites import MAX_ANSWER_CHARS, tidy
 from bandpo_cli.grading.workers import GraderWorkers
 from bandpo_cli.registries import GRADERS, GraderEntry, load_attribute
-from bandpo_cli.types import CORRECT, ENVIRONMENT_REWARD, MALFORMED, WRONG, Grade, Problem
+from bandpo_cli.types import (
+    ANSWER_GRADER,
+    COIN,
+    CORRECT,
+    ENVIRONMENT_REWARD,
+    MALFORMED,
+    WRONG,
+    Grade,
+    Problem,
+)
 
 MAX_CHARS = 20_000
 """Number of characters at the end of a text that are searched."""
@@ -159,6 +168,23 @@ def grade_environment(problem: Problem, text: str) -> Grade:
     if not isinstance(reward, float):
         raise ValueError(reward)
     return replace(CORRECT if reward >= 1 else WRONG, reward=reward)
+
+
+def grade_by_coin(problem: Problem, text: str) -> Grade:
+    """Return the reward by the coin of the completion, which `with_coins` tossed; raise KeyError without one."""
+    return CORRECT if problem.extra[COIN] else WRONG
+
+
+def grade_form(problem: Problem, text: str) -> Grade:
+    """Return reward 1 if the grader of the answers can read an answer in the text, correct or not.
+
+    An answer for a custom grader is what majority votes take as the answer.
+    """
+    name = str(problem.extra[ANSWER_GRADER])
+    if name not in GRADERS:
+        return CORRECT if voted_answer(text, name) is not None else MALFORMED
+    first = load_attribute(GRADERS[name].first_stage)(problem, text)
+    return MALFORMED if first == MALFORMED else CORRECT
 
 
 def grade_tagged(problem: Problem, text: str) -> Grade | tuple[str, str, str, str]:

@@ -15,15 +15,14 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from bandpo_cli.config.sampling import GradingConfig
-from bandpo_cli.config.task import RewardComponent
+from bandpo_cli.config.sampling import GradingConfig, RewardComponent
 from bandpo_cli.errors import ConfigError, GraderFailedError, RunError, one_line, plural
 from bandpo_cli.grading.signatures import answer_of
 from bandpo_cli.grading.workers import Failure, GraderArguments, GraderWorkers, default_workers
 from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count
 from bandpo_cli.registries import GRADERS, load_attribute
 from bandpo_cli.storage.files import write_text
-from bandpo_cli.types import GRADER_ERROR, NOT_APPLICABLE, Grade, Grader, Problem, is_ungraded
+from bandpo_cli.types import ANSWER_GRADER, GRADER_ERROR, NOT_APPLICABLE, Grade, Grader, Problem, is_ungraded
 
 DELAY_NOTICE_S = 30.0
 """Seconds after which a warning says what grading is waiting for; the next ones follow after 60, 120, 240, ... s."""
@@ -334,9 +333,18 @@ def grade_components(
 
 
 def graded_by(component: RewardComponent | None, problems: Sequence[Problem]) -> Sequence[Problem]:
-    """Return the problems with the grader of the component; unchanged if the component names none."""
-    grader = None if component is None else component.grader
-    return problems if grader is None else [replace(problem, grader=grader) for problem in problems]
+    """Return the problems with the grader of the component; unchanged if the component names none.
+
+    A control also gets the name of the grader of the answers.
+    """
+    if component is None or (grader := component.grader) is None:
+        return problems
+    if not component.is_control:
+        return [replace(problem, grader=grader) for problem in problems]
+    return [
+        replace(problem, grader=grader, extra={**problem.extra, ANSWER_GRADER: problem.grader})
+        for problem in problems
+    ]
 
 
 def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade]) -> Grade:

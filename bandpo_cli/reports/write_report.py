@@ -30,6 +30,7 @@ from bandpo_cli.reports.compare_variants import (
     evaluate_variants,
     report_metrics,
 )
+from bandpo_cli.reports.controls import control_notes, evaluated_rewards
 from bandpo_cli.reports.report_plots import MAX_VARIANTS_PLOTTED, plot_all
 from bandpo_cli.reports.report_record import describe_methods, record_runs
 from bandpo_cli.reports.run_tables import RunTables, common_sets, entropy_at_equal_accuracy, read_runs
@@ -115,6 +116,7 @@ def write_report(
     compared = baseline if baseline in names else None
     differences = [] if compared is None else compare_variants(names, compared, tables.runs, metrics, margin)
     notes = [*selection.notes, *_notes(variants, sets, tables.runs, baseline, start), *equal.notes]
+    notes += control_notes(tables, margin)
     notes += [] if tuning is None else tuning.notes_on_range()
     if len(names) > MAX_VARIANTS_PLOTTED:
         best = f"{MAX_VARIANTS_PLOTTED} variants with the highest {metrics[0].name}"
@@ -253,6 +255,8 @@ def _notes(
         if keys := differing_settings(of_variant):
             yield f"The runs of {name} differ in more than their seed: {', '.join(keys[:MAX_LISTED])}."
     differing = [key for key in differing_settings(runs["settings"]) if is_within(key, _EVALUATION_KEYS)]
+    if len({*map(evaluated_rewards, runs["settings"])}) == 1:
+        differing = [key for key in differing if not is_within(key, ("task.rewards",))]
     if differing:
         from_others = "their held-out accuracies come from different problems or different sampling"
         yield f"The runs differ in {', '.join(differing[:MAX_LISTED])}: {from_others}."

@@ -21,10 +21,20 @@ from bandpo_cli.sampling.conversations import Conversations, Session, build_conv
 from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder, completion_stop_ids
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, StaleEngineError
 from bandpo_cli.tasks.task import Task
-from bandpo_cli.types import ENVIRONMENT_REWARD, MESSAGES, Completion, Grade, Group, Problem, Rollout
+from bandpo_cli.types import (
+    COIN,
+    ENVIRONMENT_REWARD,
+    MESSAGES,
+    Completion,
+    Grade,
+    Group,
+    Problem,
+    Rollout,
+    derive_seed,
+)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplingSetup:
     """What sampling needs besides the engine.
 
@@ -153,6 +163,21 @@ def problem_per_completion(
     """Return the problem of each completion, [P·G], with the turns of a conversation in `extra`, for its grader."""
     pairs = zip(problems_P, completions_PG, strict=True)
     return [with_turns(problem, completion) for problem, group in pairs for completion in group]
+
+
+def with_coins(problems: Sequence[Problem], samples: int, seed: int, probability: float) -> list[Problem]:
+    """Return the problems of completions, [P·n], each with the side of a coin for the grader `random`.
+
+    The coin of a completion depends on the seed of its prompt, `seed + i` for prompt i, and its number alone.
+    """
+    coins = (
+        derive_seed(seed + index // samples, "coin", index % samples) < probability * 2**63
+        for index in range(len(problems))
+    )
+    return [
+        replace(problem, extra={**problem.extra, COIN: coin})
+        for problem, coin in zip(problems, coins, strict=True)
+    ]
 
 
 def with_turns(problem: Problem, completion: Completion) -> Problem:

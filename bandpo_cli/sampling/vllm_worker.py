@@ -189,9 +189,7 @@ class PolicyWorker:
         model = self.model_runner.get_model()
         stored = dict(model.named_parameters())
         packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-        # Matrices only: on a CPU, packed biases have another dtype.
-        for name in [name for name, shape in shapes.items() if len(shape) == 2 and name not in stored]:
-            stored |= _part_of_packed(name, shapes, stored, packed)
+        stored = _parts_of_packed(stored, shapes, packed) | stored
         return self.policy_version, {
             name: fingerprint(stored[name], shape)
             for name, shape in shapes.items()
@@ -252,26 +250,22 @@ def _repack_tied(model: nn.Module) -> None:
         seen.add(weight.data_ptr())
 
 
-def _part_of_packed(
-    name: str,
+def _parts_of_packed(
+    stored: Mapping[str, torch.Tensor],
     shapes: Mapping[str, tuple[int, ...]],
-    parameters: Mapping[str, torch.Tensor],
     packed: Mapping[str, Sequence[str]],
 ) -> dict[str, torch.Tensor]:
-    """Return, by `name`, the rows of a packed parameter that hold this matrix of a checkpoint; {} if there are none.
+    """Return the matrices of a checkpoint that are rows of a packed parameter, by their names.
 
-    Args:
-        packed: vLLM's names of packed modules, each with the names of its parts in their order, such as qkv_proj of
-            q_proj, k_proj and v_proj.
+    `packed` has vLLM's names of packed modules, each with the names of its parts in their order, such as qkv_proj of
+    q_proj, k_proj and v_proj. On a CPU, packed biases have another dtype.
     """
-    layer, _, kind = name.rpartition(".")
-    block, _, part = layer.rpartition(".")
-    for whole, parts in packed.items():
-        stored = parameters.get(f"{block}.{whole}.{kind}")
-        if part not in parts or stored is None:
-            continue
-        sizes = [shapes.get(f"{block}.{other}.{kind}", (0,))[0] for other in parts]
-        if sum(sizes) == len(stored):
-            first = sum(sizes[: parts.index(part)])
-            return {name: stored[first : first + shapes[name][0]]}
-    return {}
+    parts: dict[str, torch.Tensor] = {}
+    for name, parameter in stored.items():
+        layer, _, kind = name.rpartition(".")
+        block, _, module = layer.rpartition(".")
+        names = [f"{block}.{part}.{kind}" for part in packed.get(module, ())]
+        sizes = [shapes.get(part, (0,))[0] for part in names]
+        if names and parameter.ndim == 2 and sum(sizes) == len(parameter):
+            parts |= zip(names, torch.split(parameter, sizes), strict=True)
+    return parts

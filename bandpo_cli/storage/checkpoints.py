@@ -86,8 +86,7 @@ def write_trainer_state(
 ) -> None:
     """Write `trainer/state.json`, which marks a complete checkpoint, with size and checksum of every file in `folder`.
 
-    Args:
-        checksums: `file_checksum` of files for which it is known, by name relative to `folder`.
+    `checksums` has the `file_checksum` of files for which it is known, by name relative to `folder`.
     """
     paths = {
         path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
@@ -119,13 +118,9 @@ def read_trainer_state(folder: Path) -> Progress:
 
 
 def check_contents(folder: Path, training_state: bool = True) -> None:
-    """Compare the files of the checkpoint `folder` with their checksums.
+    """Compare the files of the checkpoint `folder` with their checksums; in `trainer/` with `training_state` only.
 
-    Args:
-        training_state: whether to read the files in `trainer/` too, which only a resume needs.
-
-    Raises:
-        UserError: a file is missing or has another content; the message names it.
+    Raises UserError, which names the file, if one is missing or has another content.
     """
     state, _ = _read_state(folder)
     names = [name for name in state["xxh3"] if training_state or not name.startswith(f"{TRAINER}/")]

@@ -29,9 +29,7 @@ from bandpo_cli.processes.watch import FOLDER_VARIABLE, Wait
 
 LOCK = ".lock"
 """The lock file in a run folder. It stays when the run ends: only the system's lock on it counts, not its existence."""
-
-ACQUIRE_TIMEOUT_S = 1.0
-"""Seconds to wait for the lock of a run: longer than `is_locked` in another process holds it."""
+ACQUIRE_TIMEOUT_S = 1.0  # for the lock of a run: longer than `is_locked` in another process holds it
 
 _UMASK = os.umask(0o022)
 os.umask(_UMASK)  # the only way to read it; at import, before there are threads
@@ -91,11 +89,7 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics_after(path: Path, offset: int, limit: int | None = None) -> tuple[list[dict[str, Any]], int]:
-    """Return the records after the first `offset` bytes of a `metrics.jsonl`, and the offset after them.
-
-    Args:
-        limit: largest number of records; None for all.
-    """
+    """Return at most `limit` records after the first `offset` bytes of a `metrics.jsonl`, and the offset after them."""
     records: list[dict[str, Any]] = []
     if path_exists(path):
         with path.open("rb") as file:
@@ -151,8 +145,7 @@ def file_checksum(path: Path) -> str:
 def export_folder(out: Path) -> Iterator[Path]:
     """Yield a hidden folder that becomes `out` at the end of the block; after an error neither of them exists.
 
-    Raises:
-        UserError: in place of an error of the file system; it names the option `--out`.
+    An error of the file system is a UserError that names the option `--out`.
     """
     hidden = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
@@ -208,13 +201,9 @@ def step_of(path: Path | os.DirEntry[str]) -> int | None:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of the run or sweep in `folder` within the body.
+    """Hold the lock of the run or sweep in `folder` within the body; a process that is forked there does not keep it.
 
-    A process forked within the body does not keep the lock. A lock that another process holds is not waited for, except
-    for the moment that a call of `is_locked` in another process takes.
-
-    Raises:
-        UserError: another process holds the lock (the message has its id and host), or `folder` is not writable.
+    Raises UserError if another process holds the lock (the message has its id and host), or `folder` is not writable.
     """
     if not folder.is_dir():  # filelock would create it
         raise UserError(f"{folder}: cannot be written to: there is no such folder")

@@ -308,10 +308,7 @@ def other_folder(text: str, runs_dir: Path) -> UserError | None:
 def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:
     """Return the run that RUN or RUN@STEP names, with its step; None where there is no such run.
 
-    RUN is a name in `runs_dir` or a path.
-
-    Raises:
-        UserError: the step is not a number.
+    RUN is a name in `runs_dir` or a path. Raises UserError if the step is not a number.
     """
     name, _, step = text.rpartition("@")
     for run in (text, name):  # a name may contain @
@@ -366,9 +363,7 @@ def create_folder(runs_dir: Path, name: str) -> Path:
     """Create the folder `name` in `runs_dir` and return its path.
 
     A name of `timestamped` that another process has taken since gets a suffix: that process started in the same second.
-
-    Raises:
-        UserError: another name is taken, the name is not valid, or the folder cannot be created.
+    Raises UserError if another name is taken, the name is not valid, or the folder cannot be created.
     """
     path = runs_dir / check_name(name, runs_dir)
     try:

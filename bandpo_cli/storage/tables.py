@@ -20,14 +20,11 @@ from bandpo_cli.types import MESSAGES, Group
 TOKEN_COLUMNS = ("old_logprob", "ratio", "lower", "upper", "advantage", "gradient_weight")
 """The columns of `tokens/step-000100.parquet`, one row per token, float32: the data of the clip map."""
 
-MAX_BAD_BATCHES = 3
-"""Largest number of batches of skipped updates to store: the first ones show the cause, and a run may skip for days."""
+BAD_BATCHES = "bad_batches"  # the subfolder of the run folder with the batches of skipped updates
+MAX_BAD_BATCHES = 3  # that are stored: the first ones show the cause, and a run may skip updates for days
 
-BAD_BATCHES = "bad_batches"
-"""Subfolder of the run folder with the batches of skipped updates."""
-
+# Completions that are converted at once; a block must stay below 2 GiB, half a million characters per completion.
 _ROWS_PER_BLOCK = 4096
-"""Completions that are converted at once; a block must stay below 2 GiB, half a million characters per completion."""
 
 
 class EvalRow(TypedDict):
@@ -118,10 +115,8 @@ def write_eval_table(path: Path, rows: Sequence[EvalRow]) -> Path:
 def eval_table(rows: Sequence[EvalRow]) -> Any:
     """Return the completions of an evaluation as a pyarrow.Table, the same as from `Table.from_pylist`.
 
-    pyarrow imports pandas (0.3 s) to convert Python objects, and needs only itself to read JSON.
-
-    Raises:
-        ValueError: a value does not have the type of its column, or a text is not valid Unicode.
+    pyarrow imports pandas (0.3 s) to convert Python objects, and needs only itself to read JSON. Raises ValueError if a
+    value does not have the type of its column, or a text is not valid Unicode.
     """
     import pyarrow as pa
     from pyarrow import json as arrow_json
@@ -184,11 +179,7 @@ def write_token_table(path: Path, columns: Mapping[str, Any]) -> Path:
 
 
 def read_token_table(path: Path) -> dict[str, np.ndarray]:
-    """Return the `TOKEN_COLUMNS` of a file of `write_token_table`, float64 [T].
-
-    Raises:
-        UserError: the file is missing, not a regular file, or damaged.
-    """
+    """Return the `TOKEN_COLUMNS` of a file of `write_token_table`, float64 [T]. Raises UserError for a damaged file."""
     with _reading(path, "tokens") as table:
         return {name: table[name].to_numpy().astype(np.float64) for name in TOKEN_COLUMNS}
 
@@ -196,8 +187,7 @@ def read_token_table(path: Path) -> dict[str, np.ndarray]:
 def read_token_tables(folder: Path) -> dict[str, np.ndarray]:
     """Return the `TOKEN_COLUMNS` of all recorded steps of the run in `folder`, concatenated, float64 [T].
 
-    Raises:
-        UserError: the run has no token tables, or a file is damaged.
+    Raises UserError if the run has no token tables, or a file is damaged.
     """
     paths = [path for path in sorted((folder / "tokens").glob("step-*.parquet")) if step_of(path) is not None]
     if not paths:
@@ -268,11 +258,7 @@ def write_token_values(path: Path, values: TokenValues) -> Path:
 
 
 def read_token_values(path: Path) -> TokenValues:
-    """Return the content of a file of `write_token_values`.
-
-    Raises:
-        UserError: the file is missing, not a regular file, or damaged.
-    """
+    """Return the content of a file of `write_token_values`. Raises UserError for a missing or damaged file."""
     with _reading(path, "values per token") as table:
         table = table.unify_dictionaries().combine_chunks()
         lists = {name: table[name].combine_chunks() for name in ("token", *_PER_TOKEN)}
@@ -299,14 +285,8 @@ def write_bad_batch(
 ) -> Path:
     """Write the batch of a skipped update to the run's `bad_batches/`, atomically; return the file.
 
-    Args:
-        error: names the value that was not finite.
-        groups: the groups of the update.
-        numbers: further columns: a list with one entry per completion, float32 per token or None; NaN and infinities
-            are stored unchanged.
-
-    Raises:
-        OSError: the disk is full or does not accept the file.
+    `error` names the value that was not finite. `numbers` are further columns: a list with one entry per completion,
+    float32 per token or None; NaN and infinities are stored unchanged. Raises OSError if the disk is full.
     """
     import pyarrow as pa
 

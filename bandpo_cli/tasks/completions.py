@@ -14,7 +14,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, FiniteFloat, ValidationError
 
-from bandpo_cli.config.task import Label, Source
+from bandpo_cli.config.sampling import Label
+from bandpo_cli.config.task import Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import is_custom_grader
 from bandpo_cli.tasks.question_answers import SAMPLE_ROWS, grader_columns

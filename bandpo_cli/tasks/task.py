@@ -2,7 +2,7 @@
 
 import random
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
 from itertools import combinations, combinations_with_replacement, product
@@ -172,12 +172,15 @@ def countdown(config: CountdownTask) -> Task:
     Raise ConfigError if the settings leave no training or no held-out problem.
     """
     ranked = []
-    for key in _solvable_problems(config):
-        numbers, _, target = key.partition("=")
-        extra = {"numbers": numbers}
-        problem = Problem(f"countdown/{key}", f"{key}:", target, "countdown", "countdown", extra)
-        digest = blake2b(key.encode(), digest_size=6).digest()
-        ranked.append((int.from_bytes(digest) / 2**48, problem))
+    for chosen in combinations_with_replacement(range(1, config.max_number + 1), config.numbers):
+        numbers = " ".join(map(str, chosen))
+        # Each target has an answer without parentheses, which has 2·numbers − 1 symbols.
+        for target in sorted({value for value, has_plus in _signed_sums(chosen) if has_plus}):
+            if config.min_target <= target <= config.max_target:
+                key, extra = f"{numbers}={target}", {"numbers": numbers}
+                problem = Problem(f"countdown/{key}", f"{key}:", str(target), "countdown", "countdown", extra)
+                digest = blake2b(key.encode(), digest_size=6).digest()
+                ranked.append((int.from_bytes(digest) / 2**48, problem))
     task = _split("countdown", ranked, config.heldout_fraction)
     heldout = task.heldout_sets()["countdown"]
     if not heldout or not task.train_problems():
@@ -204,14 +207,6 @@ def calculator(config: CalculatorTask) -> Task:
         problem = Problem(f"calculator/{expression}", prompt, str(answer), "calculator", "gsm8k-flexible")
         ranked.append((int.from_bytes(digest[:6]) / 2**48, problem))
     return _split("calculator", ranked, CALCULATOR_HELDOUT)
-
-
-def _solvable_problems(config: CountdownTask) -> Iterator[str]:
-    """Yield "1 3 7 8=28" and such, all with an answer without parentheses, which has 2·numbers − 1 symbols."""
-    for numbers in combinations_with_replacement(range(1, config.max_number + 1), config.numbers):
-        for target in sorted({value for value, has_plus in _signed_sums(numbers) if has_plus}):
-            if config.min_target <= target <= config.max_target:
-                yield f"{' '.join(map(str, numbers))}={target}"
 
 
 @cache

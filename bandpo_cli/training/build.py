@@ -18,10 +18,8 @@ from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, load_reference
 from bandpo_cli.models.weights import ShardError, load_weights, read_shards, reason_of, saved_shapes
 from bandpo_cli.processes.ranks import SINGLE, Ranks
-from bandpo_cli.sampling.conversations import Conversations
 from bandpo_cli.sampling.engine_process import EngineProcess
-from bandpo_cli.sampling.prompt_encoding import PromptEncoder
-from bandpo_cli.sampling.rollouts import set_up_sampling
+from bandpo_cli.sampling.rollouts import SamplingSetup, set_up_sampling
 from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,
@@ -40,37 +38,28 @@ from bandpo_cli.types import Problem, derive_seed
 
 
 @dataclass
-class Components:
+class Components(SamplingSetup):
     """The objects that the training loop uses.
 
     Attributes:
-        policy: the model being trained, with its tokenizer.
         reference: a frozen copy of the initial policy for the KL penalty; None without `objective.reference_kl`.
         stream: the training problems in the order of the run's seed.
-        heldout: the problems of each evaluation set, by label.
         grader: the worker processes that grade completions.
         sampler: the sampling engine, with the policy's weights.
         params: sampling parameters of training.
-        ahead: the batch of the next step, where it was sampled before the present step has ended (`sampling.max_lag`).
         problems_digest: hash of the problems of `stream` and `heldout`.
-        notes: messages about the data for the user, one line each.
-        conversations: samples the turns of a task with tools or an environment; None for another task.
+        ahead: the batch of the next step, where it was sampled before the present step has ended (`sampling.max_lag`).
     """
 
-    policy: Policy
     reference: Policy | None
-    encoder: PromptEncoder
     stream: ProblemStream
-    heldout: Mapping[str, Sequence[Problem]]
     grader: GraderPool
     sampler: Sampler
     optimizer: Optimizer
     params: SamplingParams
-    ranks: Ranks
     problems_digest: str
-    notes: list[str]
+    ranks: Ranks
     ahead: SampledGroups | None = None
-    conversations: Conversations | None = None
 
     def progress(self, step: int) -> Progress:
         """Return the progress of the run after `step`."""
@@ -127,33 +116,26 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
         UserError: the model or the data cannot be loaded, or a prompt limit leaves no problem.
     """
     torch.manual_seed(config.seed)
-    loaded = set_up_sampling(config, task, ranks)
-    policy, train, heldout = loaded.policy, loaded.train, loaded.heldout
+    setup = set_up_sampling(config, task, ranks)
+    policy = setup.policy
     # The reference before the optimizer and the sampler allocate memory.
     reference = load_reference(policy, config.model) if config.objective.reference_kl > 0 else None
     sampling = config.sampling
+    limits = sampling.samples, sampling.temperature, sampling.max_tokens, setup.stop_ids
     sampler: Sampler = EngineProcess(config, policy) if sampling.max_lag else build_sampler(config, policy)
     try:
         return Components(
-            policy=policy,
+            **vars(setup),
             reference=reference,
-            encoder=loaded.encoder,
-            stream=ProblemStream(train, derive_seed(config.seed, "problems")),
-            heldout=heldout,
+            stream=ProblemStream(setup.train, derive_seed(config.seed, "problems")),
             grader=GraderPool(config.grading),
             sampler=sampler,
             optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
             params=SamplingParams(
-                sampling.samples,
-                sampling.temperature,
-                sampling.max_tokens,
-                loaded.stop_ids,
-                entropy=sampling.max_lag == 0,  # those of older weights are of no use
-            ),
+                *limits, entropy=sampling.max_lag == 0
+            ),  # those of older weights are of no use
+            problems_digest=_problems_digest(setup.train, setup.heldout),
             ranks=policy.ranks,
-            problems_digest=_problems_digest(train, heldout),
-            notes=loaded.notes,
-            conversations=loaded.conversations,
         )
     except BaseException:
         with warn_on_failure("the sampling engine could not be closed"):

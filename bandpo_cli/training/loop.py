@@ -191,7 +191,7 @@ def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step
     batches = sample_batches(
         components.sampler,
         components.encoder,
-        partial(grade_components, components.grader.grade, config.task.rewards),
+        partial(grade_components, components.grader.grade, config.task.evaluated_rewards),
         components.heldout,
         replace(components.params, samples=settings.samples, temperature=settings.temperature, entropy=False),
         settings.batch,

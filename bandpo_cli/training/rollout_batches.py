@@ -41,11 +41,12 @@ from bandpo_cli.sampling.rollouts import (
     graded_groups,
     problem_per_completion,
     stream_completions,
+    with_coins,
 )
 from bandpo_cli.sampling.sampler import SampleRequest
 from bandpo_cli.tasks.task import ProblemStream
 from bandpo_cli.training.performance import StepTimer
-from bandpo_cli.types import Completion, Conversation, Grade, Group, Insertion, derive_seed
+from bandpo_cli.types import Completion, Conversation, Grade, Group, Insertion, Problem, derive_seed
 
 if TYPE_CHECKING:
     from bandpo_cli.training.build import Components
@@ -213,6 +214,15 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         completions: list[list[Completion]] = []
         texts: list[str] = []
         rewards = config.task.rewards
+        has_control = any(reward.is_control for reward in rewards or ())
+
+        def answered(start: int, groups: Sequence[Sequence[Completion]]) -> list[Problem]:
+            """Return the problem of each completion of the prompts from `start` on."""
+            of_completions = problem_per_completion(problems[start : start + len(groups)], groups)
+            if not has_control:
+                return of_completions
+            return with_coins(of_completions, params.samples, seed + start, config.grading.coin)
+
         early: list[list[Future[list[Grade]]]] = []  # grades of the parts, by reward
         with ExitStack() as stack:
             with timer.phase("sample"):
@@ -233,12 +243,11 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
                 about = components.sampler, requests, params, version, components.conversations
                 with closing(stream_completions(*about)) as stream:
                     for part in stream:
-                        answered = problems[len(completions) :][: len(part)]
+                        of_part = answered(len(completions), part) if early else []
                         completions += part
                         texts += (part_texts := decode_completions(components.policy.tokenizer, part))
                         for reward, graded in zip(rewards or [None], early, strict=False):
-                            of_reward = graded_by(reward, problem_per_completion(answered, part))
-                            graded.append(submit(of_reward, part_texts))
+                            graded.append(submit(graded_by(reward, of_part), part_texts))
 
             def early_grades(*_: object) -> list[Grade]:
                 """Wait for the grades of all texts: at the first call those of the first reward, and so on."""
@@ -247,7 +256,7 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
             with timer.phase("grade"):
                 settings = components.grader, rewards, ranks, self._failures
                 grade = training_grader(*settings, early_grades if early else None)
-                grades = grade(problem_per_completion(problems, completions), texts)
+                grades = grade(answered(0, completions), texts)
                 shaping = config.reward, params.max_tokens
                 groups = graded_groups(problems, prompts, completions, texts, grades, *shaping)
                 return ranks.gather_all(groups)

@@ -65,8 +65,11 @@ CHECKS: dict[str, Check] = {
     "step-1.5b": partial(check_step, shape="1.5b"),
     "memory-1.5b": partial(check_memory, shape="1.5b"),
     "two-ranks": check_ranks,
+    "trl-vllm-1.5b": partial(check_race, shape="1.5b"),
 }
 """The checks in the order in which they run."""
+ON_REQUEST = ("trl-vllm-1.5b",)
+"""Checks that run only where `--checks` names them."""
 
 BUDGET_S = 600.0
 BUDGET_OF_RANKS_S = 300.0
@@ -155,7 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--budget", type=float, help="seconds for all checks (default: 600, with two GPUs 900)"
     )
     options = parser.parse_args(arguments)
-    names = options.checks.split(",") if options.checks else list(CHECKS)
+    names = [name for name in CHECKS if name not in ON_REQUEST]
+    if options.checks:
+        names = options.checks.split(",")
     if unknown := [name for name in names if name not in CHECKS]:
         parser.error(f"no check {unknown[0]!r}; there are {', '.join(CHECKS)}")
     if options.device.startswith("cuda") and not torch.cuda.is_available():

@@ -1,8 +1,8 @@
 """Comparisons with TRL's GRPOTrainer on equal work: with the built-in samplers, and with vLLM on both sides.
 
-With vLLM each side is a process, because a process can start only one engine with sleep. Both stay on the card, and the
-side that waits has emptied its cache. They train alternately (bandpo, TRL, bandpo), so that a drift of the card's clock
-shows.
+With vLLM each side is a process, because a process can start only one engine with sleep. They train alternately
+(bandpo, TRL, bandpo), so that a drift of the card's clock shows. Where there is room, both stay on the card, and the
+side that waits has emptied its cache; else a side starts anew for each block.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ END_S = 30.0
 class RaceWork(Work):
     """The work of the race: 32 prompts × 8 completions × 256 tokens per step."""
 
+    micro_batch_tokens: int = 16_384
+
     @property
     def size(self) -> Size:
         """Amounts of work."""
-        if self.tiny:
-            return super().size
-        small = self.on_gpu and torch.cuda.get_device_properties(self.device).total_memory < SMALL_CARD_BYTES
-        return replace(super().size, prompts=32, micro_batch_tokens=4096 if small else 16_384)
+        size = super().size
+        return size if self.tiny else replace(size, prompts=32, micro_batch_tokens=self.micro_batch_tokens)
 
 
 class Lane:
@@ -74,8 +74,8 @@ class Lane:
         self._pipe.recv()
         self._begin = time.perf_counter()
 
-    def end_step(self, phases: dict[str, float], is_last: bool) -> None:
-        """Note the end of a step; at the end of a block send its steps and, unless it is the last one, wait."""
+    def end_step(self, phases: dict[str, float]) -> None:
+        """Note the end of a step; after a block send its steps and wait, so that no side ends during a block."""
         if self._on_gpu:
             torch.cuda.synchronize()
         self._seconds.append(time.perf_counter() - self._begin)
@@ -85,7 +85,7 @@ class Lane:
             reserved = torch.cuda.max_memory_reserved() / 2**30 if self._on_gpu else 0.0
             block = {"seconds": self._seconds[1:], "phases": self._phases[1:], "reserved_gib": reserved}
             self._seconds, self._phases = [], []
-            (self._pipe.send if is_last else self.wait)(block)
+            self.wait(block)
 
 
 def run_bandpo(work: Work, shape: str, lane: Lane, blocks: int) -> None:
@@ -103,35 +103,37 @@ def run_bandpo(work: Work, shape: str, lane: Lane, blocks: int) -> None:
         if report is None:
             lane.wait("ready")
         else:
-            phases = {name: report.record[f"time/{name}"] for name in PHASES["bandpo"]}
-            lane.end_step(phases, is_last=report.step == last)
+            lane.end_step({name: report.record[f"time/{name}"] for name in PHASES["bandpo"]})
 
     lane.wait()
-    train_steps(work, config, f"race-{shape}", observe, last=last)
+    train_steps(work, config, f"race-{os.getpid()}", observe, last=last)
 
 
 def run_trl(work: Work, shape: str, lane: Lane, blocks: int) -> None:
     """Train the blocks with TRL; the engine is vLLM where it is installed."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    import trl.trainer.grpo_trainer  # noqa: F401  imports vLLM while the other side starts
+    from trl.generation import vllm_generation  # imports vLLM while the other side starts
 
-    size, phases, steps = work.size, dict.fromkeys(PHASES["trl"], 0.0), STEPS * blocks
+    with_vllm = not is_missing("vllm")
+    if with_vllm and not work.on_gpu:  # which would compile for minutes
+        vllm_generation.LLM = partial(vllm_generation.LLM, enforce_eager=True)
+    size, phases = work.size, dict.fromkeys(PHASES["trl"], 0.0)
     lane.wait()
 
-    def end_step(step: int) -> None:
-        lane.end_step({**phases}, step == steps)
+    def end_step() -> None:
+        lane.end_step({**phases})
         phases.update(dict.fromkeys(phases, 0.0))
 
     settings = {
         "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"}, "shuffle_dataset": False,
-        "use_vllm": not is_missing("vllm"), "vllm_mode": "colocate",
+        "use_vllm": with_vllm, "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": MEMORY_FRACTION, "vllm_enable_sleep_mode": work.on_gpu,
         "vllm_max_model_length": size.prompt_chars + 24 + size.max_tokens,
         "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
     }  # fmt: skip
-    trainer = grpo_trainer(work, shape, steps, end_step, **settings)
-    if trainer.use_vllm:
+    trainer = grpo_trainer(work, shape, STEPS * blocks, end_step, **settings)
+    if with_vllm:
         generation = trainer.vllm_generation
         if not work.on_gpu:  # vLLM packs the weights on a CPU, and loads other ones by its worker only
             load = partial(generation.llm.collective_rpc, "reload_weights")
@@ -203,7 +205,8 @@ class Side:
         self._process.kill()
 
     def finish(self) -> None:
-        """Wait until the process has ended after its last block."""
+        """Let the process end, and wait for it."""
+        self._pipe.send(None)
         self._process.join(END_S)
 
 
@@ -212,17 +215,22 @@ def check_race(work: Work, shape: str = "0.5b") -> Measured:
     for package in ("trl", "vllm"):
         if is_missing(package):
             raise Skipped(f"{package} is not installed")
-    race = RaceWork(work.device, work.tiny, work.folder)
+    small = work.on_gpu and torch.cuda.get_device_properties(work.device).total_memory < SMALL_CARD_BYTES
+    together = shape == "0.5b" and not small
+    micro_batch_tokens = 4096 if small else 16_384 if together else 8192
+    race = RaceWork(work.device, work.tiny, work.folder, micro_batch_tokens)
     race.model(shape)
-    with ExitStack() as stack:
-        sides = {side: Side(side, race, shape, ORDER.count(side)) for side in SIDES}
-        for side in sides.values():
-            stack.enter_context(closing(side))
-        for side in sides.values():  # one after another: an engine measures the memory that is free
-            side.call()
-        blocks = [(name, sides[name].call()) for name in ORDER]
-        for side in sides.values():
-            side.finish()
+    blocks: list[tuple[str, dict[str, Any]]] = []
+    for part in [ORDER] if together else [(name,) for name in ORDER]:
+        with ExitStack() as stack:
+            sides = {name: Side(name, race, shape, part.count(name)) for name in dict.fromkeys(part)}
+            for side in sides.values():
+                stack.enter_context(closing(side))
+            for side in sides.values():  # one after another: an engine measures the memory that is free
+                side.call()
+            blocks += [(name, sides[name].call()) for name in part]
+            for side in sides.values():
+                side.finish()
     measured = Measured(race_values(blocks))
     tokens = race.size.prompts * race.size.samples * race.size.max_tokens
     measured.values["bandpo_tokens_per_s"] = tokens / measured.values["bandpo_s"]
@@ -266,7 +274,7 @@ def check_trl(work: Work) -> Measured:
         torch.cuda.reset_peak_memory_stats()
     times = [math.nan]
 
-    def end_step(step: int) -> None:
+    def end_step() -> None:
         if work.on_gpu:
             torch.cuda.synchronize()
         times.append(time.perf_counter())
@@ -283,11 +291,11 @@ def check_trl(work: Work) -> Measured:
     return measured
 
 
-def grpo_trainer(work: Work, shape: str, steps: int, end_step: Callable[[int], None], **settings: Any) -> Any:
+def grpo_trainer(work: Work, shape: str, steps: int, end_step: Callable[[], None], **settings: Any) -> Any:
     """Return TRL's trainer of as many completions, tokens and updates per step as here.
 
     Args:
-        end_step: called with the number of each step, from 1, when its updates are done.
+        end_step: called when the updates of a step are done.
         settings: of GRPOConfig.
     """
     from datasets import Dataset
@@ -301,7 +309,7 @@ def grpo_trainer(work: Work, shape: str, steps: int, end_step: Callable[[int], N
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step % updates == 0:
-                end_step(state.global_step // updates)
+                end_step()
 
     def reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
         return [float(grade(text, "", {})) for text in completions]

@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -140,6 +141,8 @@ def _step_marks(engine: Any) -> Iterator[list[tuple[float, float]]]:
             nonlocal in_model
             begin, result = time.thread_time(), plain(*args, **kwargs)
             in_model += time.thread_time() - begin
+            if isinstance(result, Future):  # the engine waits for the GPU in it
+                result.result = counted(result.result)  # type: ignore[method-assign]
             return result
 
         return call

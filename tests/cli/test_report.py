@@ -119,3 +119,13 @@ def test_reading_files_imports_no_large_package(tmp_path):
     arguments = [sys.executable, "-c", code, str(tmp_path / "s")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_runs_without_the_totals_are_refused_on_another_axis(report, tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / "runs" / f"a{seed}", CLIP, seed)
+    error = usage_error("report", "a0", "a1", "--x", "flops", cwd=tmp_path)
+    assert "--x flops: the record of runs/a0 has no compute/flops at step 0" in error
+    assert "--x metres: unknown (did you mean 'tokens'?)" in usage_error(
+        "report", "a0", "--x", "metres", cwd=tmp_path
+    )

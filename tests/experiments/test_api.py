@@ -38,7 +38,7 @@ def outline(seen: mock.Mock, complete: bool = False) -> list[str]:
 
 
 @pytest.mark.slow
-def test_train_resume_evaluate_and_compare(tmp_path: Path) -> None:
+def test_train_resume_evaluate_and_compare(tmp_path):
     seen = mock.Mock()
     result = train(resolve([SMALL, {"steps": 1}]), runs_dir=tmp_path, name="demo", callbacks=[seen])
     assert (result.folder, result.name, result.status) == (tmp_path / "demo", "demo", "FINISHED")
@@ -77,7 +77,7 @@ def test_train_resume_evaluate_and_compare(tmp_path: Path) -> None:
     assert (compared.path_a, [*compared.sets]) == (tmp_path / "a" / "eval.json", ["countdown"])
 
 
-def test_sync_reports_each_run(tmp_path: Path, empty_database: Path) -> None:
+def test_sync_reports_each_run(tmp_path, empty_database):
     run = RunFolder.create(tmp_path, "demo")
     run.write_config("tracking:\n  mlflow: false\n")
     run.append_metrics({"step": 1, "train/reward": 0.5})
@@ -95,7 +95,7 @@ def test_sync_reports_each_run(tmp_path: Path, empty_database: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_requested_stop_before_the_first_step(tmp_path: Path) -> None:
+def test_a_requested_stop_before_the_first_step(tmp_path):
     """Without an evaluation at step 0 there is no line in metrics.jsonl yet."""
     config = resolve([SMALL, {"steps": 2, "evaluation": {"every": 0}}])
     seen = mock.Mock()
@@ -107,7 +107,7 @@ def test_a_requested_stop_before_the_first_step(tmp_path: Path) -> None:
     assert resume("r", tmp_path).status == "FINISHED"
 
 
-def test_an_exception_in_a_callback_ends_the_run_as_failed(tmp_path: Path) -> None:
+def test_an_exception_in_a_callback_ends_the_run_as_failed(tmp_path):
     class Failing(CallbackBase):
         def step(self, report: Any) -> None:
             raise RunError("enough")
@@ -121,9 +121,7 @@ def test_an_exception_in_a_callback_ends_the_run_as_failed(tmp_path: Path) -> No
     assert json.loads((tmp_path / "r" / "summary.json").read_text())["status"] == "FAILED"
 
 
-def test_a_callback_that_cannot_be_created_is_an_error_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_callback_that_cannot_be_created_is_an_error_with_its_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("needy.py").write_text(
         "from bandpo_cli.callbacks import CallbackBase\n\n\nclass Needy(CallbackBase):\n"
@@ -135,7 +133,7 @@ def test_a_callback_that_cannot_be_created_is_an_error_with_its_line(
     assert not (tmp_path / "r").exists()
 
 
-def test_mistakes_are_raised_before_anything_is_written(tmp_path: Path) -> None:
+def test_mistakes_are_raised_before_anything_is_written(tmp_path):
     (tmp_path / "demo").mkdir()
     with pytest.raises(UserError, match="exists already"):
         train(resolve([SMALL]), tmp_path, "demo")
@@ -145,7 +143,7 @@ def test_mistakes_are_raised_before_anything_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_module_is_imported_when_its_function_is_used_and_none_imports_torch() -> None:
+def test_a_module_is_imported_when_its_function_is_used_and_none_imports_torch():
     code = """
 import sys
 import bandpo_cli.experiments as experiments

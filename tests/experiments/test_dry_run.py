@@ -51,7 +51,7 @@ def trials(grader: str, **task: Any) -> list[str]:
     return [f"{trial.completion!r} {grade.verdict} {grade.reward}", *trial.warnings]
 
 
-def test_graders_are_tried_on_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graders_are_tried_on_the_reference(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("rewards.py").write_text(REWARDS)
     Path("problems.csv").write_text(PROBLEMS)

@@ -5,7 +5,6 @@ A GPU is replaced by the function that looks for one; the runs compute in bfloat
 
 import io
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +41,7 @@ def use_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(name="a GPU"))
 
 
-def test_a_policy_is_loaded_in_the_dtype_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_is_loaded_in_the_dtype_of_its_device(monkeypatch):
     assert ModelConfig().dtype == "auto"
     assert load_policy(ModelConfig()).model.dtype == torch.float32
     use_fake_gpu(monkeypatch)
@@ -51,7 +50,7 @@ def test_a_policy_is_loaded_in_the_dtype_of_its_device(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_run_with_auto_is_repeated_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_auto_is_repeated_elsewhere(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         use_fake_gpu(patched)
         first = train(resolve(RUN), runs_dir=tmp_path, name="first")
@@ -67,7 +66,7 @@ def test_a_run_with_auto_is_repeated_elsewhere(tmp_path: Path, monkeypatch: pyte
     assert checkpoint["dtype"] == "bfloat16"
 
 
-def test_the_settings_names_the_dtype() -> None:
+def test_the_settings_names_the_dtype():
     for model, text in (
         ({}, "bfloat16 on a GPU, else float32"),
         ({"device": "cpu"}, "float32"),
@@ -77,7 +76,7 @@ def test_the_settings_names_the_dtype() -> None:
         assert describe_model(resolve([{"model": {"path": "org/name", **model}}])) == f"org/name, {text}"
 
 
-def test_the_estimate_and_the_advice_follow_the_device() -> None:
+def test_the_estimate_and_the_advice_follow_the_device():
     out = io.StringIO()
     print_memory(Console(file=out, width=200), resolve([]))  # of a dry run, on this machine
     assert "master weights" not in out.getvalue()
@@ -90,13 +89,13 @@ def test_the_estimate_and_the_advice_follow_the_device() -> None:
     assert "model.dtype" not in dict(memory_savings(config, on_gpu=True))
 
 
-def test_an_exported_job_is_on_gpus() -> None:
+def test_an_exported_job_is_on_gpus():
     for dtype, exported in (("auto", "bfloat16"), ("float32", "float32")):
         overrides = overrides_of(resolve([{"model": {"dtype": dtype}}]))
         assert overrides["actor_rollout_ref.rollout.dtype"] == exported
 
 
-def test_the_dtype_that_auto_was_is_no_changed_setting() -> None:
+def test_the_dtype_that_auto_was_is_no_changed_setting():
     for dtype, on_gpu in (("float32", False), ("bfloat16", True)):
         config = resolve([{"model": {"dtype": dtype}}])
         assert "model.dtype" not in changed_settings(config, on_gpu)
@@ -104,7 +103,7 @@ def test_the_dtype_that_auto_was_is_no_changed_setting() -> None:
 
 
 @pytest.mark.slow
-def test_the_time_of_a_sweep_is_estimated_from_runs_with_the_dtype_of_auto(tmp_path: Path) -> None:
+def test_the_time_of_a_sweep_is_estimated_from_runs_with_the_dtype_of_auto(tmp_path):
     train(resolve(RUN), runs_dir=tmp_path, name="a")
     path = tmp_path / "a" / "config.yaml"
     assert read_layer(path)["model"]["dtype"] == "float32"
@@ -120,7 +119,7 @@ def test_the_time_of_a_sweep_is_estimated_from_runs_with_the_dtype_of_auto(tmp_p
     assert not is_similar(**{SHARE: 0.4})
 
 
-def test_flash_attention_with_auto_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_with_auto_on_a_cpu_is_refused(monkeypatch):
     monkeypatch.setattr("bandpo_cli.models.load.is_flash_attn_2_available", lambda: True)
     with pytest.raises(UserError, match="does not support float32"):
         load_policy(ModelConfig(attention="flash_attention_2"))

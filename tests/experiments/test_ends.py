@@ -94,9 +94,7 @@ def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("exception", ["SystemExit(0)", "KeyboardInterrupt", "GeneratorExit"])
 @pytest.mark.parametrize("place", METHODS)
-def test_an_exit_of_custom_code_is_its_error(
-    leaving: Any, tmp_path: Path, place: str, exception: str
-) -> None:
+def test_an_exit_of_custom_code_is_its_error(leaving, tmp_path, place, exception):
     leaving(exception)
     recorded = Recorded()
     with pytest.raises(RunError, match=exception.partition("(")[0]) as raised:
@@ -109,7 +107,7 @@ def test_an_exit_of_custom_code_is_its_error(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exception", ["SystemExit(0)", "KeyboardInterrupt", "GeneratorExit"])
-def test_the_exit_code_after_an_exit_of_custom_code(leaving: Any, tmp_path: Path, exception: str) -> None:
+def test_the_exit_code_after_an_exit_of_custom_code(leaving, tmp_path, exception):
     leaving(exception)
     process = Forked(
         "train", "--steps", "1", "--set", "bounds.method=leaving:Loss", "--set", "task.max_number=5",
@@ -125,7 +123,7 @@ def test_the_exit_code_after_an_exit_of_custom_code(leaving: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("handler", [signal.default_int_handler, lambda *_: exec("raise KeyboardInterrupt")])
-def test_an_interrupt_while_custom_code_runs_is_not_its_error(handler: Any) -> None:
+def test_an_interrupt_while_custom_code_runs_is_not_its_error(handler):
     def interrupted() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         for _ in range(10**6):
@@ -147,9 +145,7 @@ def test_an_interrupt_while_custom_code_runs_is_not_its_error(handler: Any) -> N
 
 
 @pytest.mark.slow
-def test_a_failed_plot_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_plot_is_a_warning(tmp_path, monkeypatch, caplog):
     def fail(*_: Any) -> None:
         raise ValueError("no font")
 

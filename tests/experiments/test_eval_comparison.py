@@ -36,7 +36,7 @@ B = record(
 )
 
 
-def test_a_comparison_by_hand() -> None:
+def test_a_comparison_by_hand():
     """n = 4 against n = 8: the means are compared, pass@8 is only in one, and timeouts are not compared."""
     comparison = compare_records(A, B)["math"]
     assert (comparison.shared, comparison.only_a, comparison.only_b) == (3, 1, 2)
@@ -54,7 +54,7 @@ def test_a_comparison_by_hand() -> None:
     assert comparison.changed_problems == [("r", 0.0, 0.75), ("q", 0.5, 0.375)]
 
 
-def test_an_evaluation_without_grades_is_not_compared() -> None:
+def test_an_evaluation_without_grades_is_not_compared():
     ungraded = {"sets": {"math": B["sets"]["math"] | {"verdicts": {"not-applicable": 20, "timeout": 4}}}}
     with pytest.raises(UserError, match="no answer of 'math' in B was graded: not-applicable, timeout"):
         compare_records(A, ungraded)
@@ -63,7 +63,7 @@ def test_an_evaluation_without_grades_is_not_compared() -> None:
 @pytest.mark.parametrize(
     ("ups", "downs", "p"), [(0, 0, None), (1, 0, 1), (5, 0, 2 / 32), (1, 7, 2 * (1 + 8) / 256), (3, 3, 1)]
 )
-def test_the_sign_test_by_hand(ups: int, downs: int, p: float | None) -> None:
+def test_the_sign_test_by_hand(ups, downs, p):
     changes = [0.25] * ups + [-0.5] * downs + [0.0] * 4
     a = record(s={str(i): {"mean_at_4": 0.5} for i, _ in enumerate(changes)})
     b = record(s={str(i): {"mean_at_4": 0.5 + change} for i, change in enumerate(changes)})
@@ -74,7 +74,7 @@ def test_the_sign_test_by_hand(ups: int, downs: int, p: float | None) -> None:
 
 
 @pytest.mark.parametrize(("rewards", "metrics"), [((0.25, 0.5), ["reward", "mean"]), ((0.0, 0.0), ["mean"])])
-def test_rewards_other_than_0_and_1_decide(rewards: tuple[float, float], metrics: list[str]) -> None:
+def test_rewards_other_than_0_and_1_decide(rewards, metrics):
     a, b = (
         {
             "sets": {
@@ -92,7 +92,7 @@ def test_rewards_other_than_0_and_1_decide(rewards: tuple[float, float], metrics
     assert (compared.wins, compared.losses, compared.ties) == ((1, 0, 1) if len(metrics) > 1 else (0, 0, 2))
 
 
-def test_a_comparison_with_itself_has_no_changes() -> None:
+def test_a_comparison_with_itself_has_no_changes():
     comparison = compare_records(A, A)["math"]
     assert (comparison.wins, comparison.losses, comparison.ties, comparison.changed_problems) == (0, 0, 4, [])
     for _, _, change, _ in comparison.metrics.values():
@@ -105,7 +105,7 @@ def test_a_comparison_with_itself_has_no_changes() -> None:
     assert plain["problems"] == {"shared": 4, "only_a": 0, "only_b": 0}
 
 
-def test_only_shared_sets_problems_and_metrics_are_read() -> None:
+def test_only_shared_sets_problems_and_metrics_are_read():
     assert list(compare_records({"sets": {**A["sets"], "other": None}}, B)) == ["math"]
     row = {"mean_at_2": 0.5, "unknown": None, "maj_at_2": None}
     a = record(s={"p": row, "only a": {"mean_at_2": None}})
@@ -136,14 +136,14 @@ SETTINGS: dict[str, Any] = {
         ({"model": {"path": "x", "prompts": "raw"}}, {"model.prompts": (None, "raw")}),
     ],
 )
-def test_settings_that_change_completions_are_compared(changes: Any, differences: Any) -> None:
+def test_settings_that_change_completions_are_compared(changes, differences):
     """Not those of training, and not the data, whose problems have ids; scored files have no such settings."""
     a, b = {"config": SETTINGS}, {"config": {**SETTINGS, **changes}}
     assert differing_settings(a, b) == differences
     assert differing_settings(a, {**b, "samples": {"path": "a.parquet"}}) == differing_settings(a, {}) == {}
 
 
-def test_records_without_a_shared_problem_name_the_settings_that_differ() -> None:
+def test_records_without_a_shared_problem_name_the_settings_that_differ():
     a = record(s={"p": GOOD["p"]}) | {"config": SETTINGS}
     b = record(s={"x": GOOD["p"], "y": GOOD["q"]}) | {"config": {**SETTINGS, "seed": 1}}
     with pytest.raises(
@@ -164,7 +164,7 @@ def test_records_without_a_shared_problem_name_the_settings_that_differ() -> Non
         ("answer_format_rate", 0.0, 0.01, "undecided"),
     ],
 )
-def test_verdicts(metric: str, shift: float, noise: float, verdict: str) -> None:
+def test_verdicts(metric, shift, noise, verdict):
     """Differences of 26 problems: `shift` ± `noise`. The margin applies to metrics in units of accuracy only."""
     rows = [{str(i): {"mean_at_4": 0.5, metric: 0.5} for i in range(26)} for _ in "ab"]
     for i in range(26):
@@ -199,7 +199,7 @@ GOOD = {"p": {"mean_at_2": 0.5, "pass_at_2": 1.0}, "q": {"mean_at_2": 0.0, "pass
         ),
     ],
 )  # fmt: skip
-def test_damaged_records_give_one_error_line(damaged: dict[str, Any], words: str) -> None:
+def test_damaged_records_give_one_error_line(damaged, words):
     """As A, with the words of the message, and as B."""
     for pair, expected in (((damaged, record(s=GOOD)), words), ((record(s=GOOD), damaged), "")):
         with pytest.raises(UserError) as error:

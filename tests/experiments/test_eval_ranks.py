@@ -86,7 +86,7 @@ def resume_twice(ranks: Ranks, folder: Path) -> tuple[list[int], str, str]:
 
 
 @pytest.mark.slow
-def test_several_ranks_write_and_resume_the_evaluation_of_one(tmp_path: Path) -> None:
+def test_several_ranks_write_and_resume_the_evaluation_of_one(tmp_path):
     """With three ranks a batch of two problems leaves one of them without a problem."""
     run(SINGLE, tmp_path, "one")
     results = run_ranks(3, tmp_path / "results", run, tmp_path, "three")
@@ -123,7 +123,7 @@ def refused_then_warned(ranks: Ranks, folder: Path) -> tuple[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_errors_and_warnings_of_several_ranks(tmp_path: Path) -> None:
+def test_errors_and_warnings_of_several_ranks(tmp_path):
     """Rank 0 alone creates the folder. The name is taken after it was checked, as by another process."""
     (tmp_path / "taken").mkdir()
     main, other = run_ranks(2, tmp_path / "results", refused_then_warned, tmp_path)
@@ -135,7 +135,7 @@ def test_errors_and_warnings_of_several_ranks(tmp_path: Path) -> None:
     assert warning.endswith("the first error: ValueError: x")
 
 
-def test_stored_completions_are_graded_by_one_process(tmp_path: Path) -> None:
+def test_stored_completions_are_graded_by_one_process(tmp_path):
     path = tmp_path / "answers.jsonl"
     path.write_text(json.dumps({"question": "1 + 1", "answer": "2", "completions": ["2", "3"]}))
     ranks = nullcontext(Ranks(0, 2, 0))

@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,9 +49,7 @@ PHASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("phase", "owner", "name", "fail"), PHASES, ids=[item[0] for item in PHASES])
-def test_out_of_memory_in_any_phase_is_one_line_of_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, owner: Any, name: str, fail: Any
-) -> None:
+def test_out_of_memory_in_any_phase_is_one_line_of_advice(tmp_path, monkeypatch, phase, owner, name, fail):
     closed: list[object] = []
     monkeypatch.setattr(TransformersSampler, "close", lambda sampler: closed.append(sampler))
     monkeypatch.setattr(owner, name, fail)
@@ -68,7 +65,7 @@ def test_out_of_memory_in_any_phase_is_one_line_of_advice(
 
 
 @pytest.mark.slow
-def test_out_of_memory_while_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_while_a_run_is_resumed(tmp_path, monkeypatch):
     train(resolve(ONE_STEP), runs_dir=tmp_path, name="a")
     monkeypatch.setattr(Optimizer, "load_state", out_of_memory)
     with pytest.raises(RunError) as raised:
@@ -77,7 +74,7 @@ def test_out_of_memory_while_a_run_is_resumed(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["sample_request", "__init__"])
-def test_out_of_memory_in_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_out_of_memory_in_an_evaluation(tmp_path, monkeypatch, name):
     monkeypatch.setattr(TransformersSampler, name, out_of_memory)
     with pytest.raises(RunError, match=r"^out of memory") as raised:
         evaluate("embedded", n=2, k=[2], limit=2, settings=[SMALL], runs_dir=tmp_path, name="a")
@@ -88,9 +85,7 @@ def test_out_of_memory_in_an_evaluation(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "evaluate"])
-def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, command: str
-) -> None:
+def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error(tmp_path, monkeypatch, caplog, command):
     closed: list[str] = []
     create = GraderPool.__init__
 
@@ -121,9 +116,7 @@ def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["the callback failed", "no plots"])
-def test_a_failure_at_the_end_does_not_hide_the_error_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
-) -> None:
+def test_a_failure_at_the_end_does_not_hide_the_error_of_the_run(tmp_path, monkeypatch, caplog, failure):
     def fail(*_: Any) -> None:
         raise ValueError(failure)
 

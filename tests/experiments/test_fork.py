@@ -76,7 +76,7 @@ def runs(tmp_path: Path) -> Path:
         ({"task": {"max_number": 5}}, (8, False, False)),
     ],
 )
-def test_progress_of_a_fork(runs: Path, settings: dict[str, Any], expected: tuple[int, bool, bool]) -> None:
+def test_progress_of_a_fork(runs, settings, expected):
     """The updates, whether the batch of the parent is trained on, and whether the problems must be the same.
 
     The problems of a batch that is dropped come again.
@@ -89,7 +89,7 @@ def test_progress_of_a_fork(runs: Path, settings: dict[str, Any], expected: tupl
     assert (plan.first_step, fork.keeps_batch) == (5, keeps_batch)
 
 
-def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
+def test_a_fork_begins_as_the_record_of_its_parent(runs):
     """Only up to the step; it stays when the parent is removed."""
     plan = plan_fork("a", [NO_MLFLOW, {"optim": {"updates": 4}, "bounds": {"method": "clip"}}], runs, "b")
     folder, parent = RunFolder.create(runs, "b"), RunFolder(runs / "a")
@@ -124,9 +124,7 @@ def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
         resume("b", runs)
 
 
-def test_the_files_of_a_fork_are_flushed_before_it_is_a_run(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_of_a_fork_are_flushed_before_it_is_a_run(runs, monkeypatch):
     synced: set[Path] = set()
     rename = os.rename
 
@@ -152,7 +150,7 @@ def test_the_files_of_a_fork_are_flushed_before_it_is_a_run(
     assert record <= synced
 
 
-def test_a_fork_is_a_child_of_the_mlflow_run_of_its_parent(runs: Path) -> None:
+def test_a_fork_is_a_child_of_the_mlflow_run_of_its_parent(runs):
     """Unless it has another parent, such as its sweep; the settings `tracking` of the parent are not its own."""
     uri = f"sqlite:///{runs.absolute()}/mlflow.db"
     assert plan_fork("a", [], runs).config.tracking.parent is None
@@ -203,16 +201,14 @@ def _damaged(folder: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_forked(
-    runs: Path, run: str, settings: dict[str, Any], change: Any, message: str
-) -> None:
+def test_what_cannot_be_forked(runs, run, settings, change, message):
     if change is not None:
         change(runs / "a")
     with pytest.raises(UserError, match=message):
         plan_fork(run, [NO_MLFLOW, settings], runs)
 
 
-def test_a_sweep_of_forks(runs: Path) -> None:
+def test_a_sweep_of_forks(runs):
     """Its runs have the settings and the seed of the parent; each command forks the checkpoint of the plan."""
     options = {"fork": "a@2", "seeds": None}
     request = plan_sweep(None, {"bounds.method": "band,clip"}, [], options, [NO_MLFLOW], runs)
@@ -233,9 +229,7 @@ def test_a_sweep_of_forks(runs: Path) -> None:
             plan_from_config(SweepConfig.model_validate({"fork": "a@2", **changes}), [], runs)
 
 
-def test_a_fork_warns_of_custom_code_that_has_changed(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_warns_of_custom_code_that_has_changed(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "from bandpo_cli.callbacks import CallbackBase\n\nclass Watch(CallbackBase):\n    pass\n"
     Path("changed_watch.py").write_text(code)

@@ -62,7 +62,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
-def test_metrics_get_the_names_of_a_run_here(job: Path, tmp_path: Path) -> None:
+def test_metrics_get_the_names_of_a_run_here(job, tmp_path):
     run, excluded = import_verl(job, runs_dir=tmp_path / "runs")
     assert (run.status, run.step, run.steps, run.name) == ("FINISHED", 3, 3, "job")
     first, *_, last = records(run.path)
@@ -79,7 +79,7 @@ def test_metrics_get_the_names_of_a_run_here(job: Path, tmp_path: Path) -> None:
     assert records(run.path)[-1]["train/entropy"] == 0.5
 
 
-def test_the_last_run_of_the_name_or_the_one_that_is_named(job: Path, tmp_path: Path) -> None:
+def test_the_last_run_of_the_name_or_the_one_that_is_named(job, tmp_path):
     log_run(job, "other", {1: STEP | {"critic/score/mean": 0.7}})
     later = log_run(job, "job", {1: STEP | {"critic/score/mean": 0.9}}, status="FAILED")
     run, _ = import_verl(job, runs_dir=tmp_path / "runs")
@@ -88,7 +88,7 @@ def test_the_last_run_of_the_name_or_the_one_that_is_named(job: Path, tmp_path: 
     assert records(again.path) == records(run.path)
 
 
-def test_an_import_is_not_resumed(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_import_is_not_resumed(job, tmp_path, capsys):
     """A resume without checkpoints would start again and replace the imported metrics."""
     write_settings(job, steps=50)
     run, _ = import_verl(job, runs_dir=tmp_path / "runs")
@@ -100,7 +100,7 @@ def test_an_import_is_not_resumed(job: Path, tmp_path: Path, capsys: pytest.Capt
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
-def test_mistakes_write_nothing(job: Path, tmp_path: Path) -> None:
+def test_mistakes_write_nothing(job, tmp_path):
     runs = tmp_path / "runs"
     for arguments, error, message in (
         ({"job": tmp_path / "nothing"}, UserError, "no config.yaml"),
@@ -124,9 +124,7 @@ def test_mistakes_write_nothing(job: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_fails_ends_the_import_in_one_line_without_retries(
-    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_fails_ends_the_import_in_one_line_without_retries(job, tmp_path, monkeypatch, capsys):
     """The server answers the check of its health, and MLflow with 503, which MLflow by itself retries for minutes."""
     requests: list[str] = []
 
@@ -165,9 +163,7 @@ def run_command(*arguments: str) -> int:
 
 
 @pytest.mark.slow
-def test_runs_of_both_engines_are_two_arms_of_one_report(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_both_engines_are_two_arms_of_one_report(job, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the report is written there
     own = RunFolder.create(tmp_path, "own")
     own.write_config(to_yaml(resolve([{"steps": 3}])))

@@ -74,7 +74,7 @@ def flags_of(message: str) -> list[str]:
     return re.findall(r"--set (\S+)", message.partition("it fits with ")[2])
 
 
-def test_the_estimate_is_one_line(gpus: Gpus, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_estimate_is_one_line(gpus, tmp_path, caplog):
     """A share that is given stays, and other engines have none."""
     gpus.add(80)
     config = four_layers(tmp_path)
@@ -93,7 +93,7 @@ def test_the_estimate_is_one_line(gpus: Gpus, tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.slow
-def test_the_share_of_vllm_follows_from_the_estimate(gpus: Gpus, tmp_path: Path) -> None:
+def test_the_share_of_vllm_follows_from_the_estimate(gpus, tmp_path):
     """It is what a full batch needs, computed by hand, and at most what the trainer and other processes leave."""
     gpus.add(80)
     config = config_on_disk(tmp_path, "Qwen/Qwen2.5-1.5B-Instruct", GSM8K)
@@ -116,7 +116,7 @@ def share_of(config: RunConfig) -> float:
 
 
 @pytest.mark.parametrize("sampling", [{"vllm": {"sleep": False}}, {"max_lag": 1}])
-def test_an_engine_beside_the_update(gpus: Gpus, tmp_path: Path, sampling: dict[str, Any]) -> None:
+def test_an_engine_beside_the_update(gpus, tmp_path, sampling):
     gpus.add(80)
     config = four_layers(tmp_path, sampling={**sampling, "max_sequences": 1024, "max_tokens": 4096})
     share, estimate = share_of(config), memory_report(config)
@@ -135,8 +135,8 @@ def test_an_engine_beside_the_update(gpus: Gpus, tmp_path: Path, sampling: dict[
     ],
 )
 def test_a_run_that_cannot_fit_is_refused_with_settings_that_make_it_fit(
-    gpus: Gpus, tmp_path: Path, total: int, settings: dict[str, Any], keys: set[str]
-) -> None:
+    gpus, tmp_path, total, settings, keys
+):
     gpus.add(total)
     config = four_layers(tmp_path, **settings)
     with pytest.raises(UserError, match="at the peak by the estimate, GPU 0 has ") as raised:
@@ -150,7 +150,7 @@ def test_a_run_that_cannot_fit_is_refused_with_settings_that_make_it_fit(
         assert memory_report(changed).fits == (left_out is None), f"{left_out} is not needed"
 
 
-def test_a_resume_is_advised_to_change_what_may_change(gpus: Gpus, tmp_path: Path) -> None:
+def test_a_resume_is_advised_to_change_what_may_change(gpus, tmp_path):
     gpus.add(80)
     with pytest.raises(UserError) as raised:
         check_memory(four_layers(tmp_path, **LARGE_UPDATES), SINGLE, changeable=CHANGEABLE_SETTINGS)
@@ -158,7 +158,7 @@ def test_a_resume_is_advised_to_change_what_may_change(gpus: Gpus, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_more_gpus_of_the_machine_come_before_other_weights(gpus: Gpus, tmp_path: Path) -> None:
+def test_more_gpus_of_the_machine_come_before_other_weights(gpus, tmp_path):
     gpus += [(24, 24)] * 8
     config = four_layers(tmp_path)
     with pytest.raises(UserError, match=r"it fits with --nproc 8$"):
@@ -169,7 +169,7 @@ def test_more_gpus_of_the_machine_come_before_other_weights(gpus: Gpus, tmp_path
 
 
 @pytest.mark.slow
-def test_a_full_gpu_is_named(gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_is_named(gpus, tmp_path, monkeypatch):
     gpus.add(80, free=10)
     config = four_layers(tmp_path)
     free = r"GPU 0 has 74\.5 GiB, of which other processes leave 9\.3 GiB"
@@ -187,7 +187,7 @@ def test_a_full_gpu_is_named(gpus: Gpus, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_a_large_cache_is_a_warning(gpus: Gpus, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_large_cache_is_a_warning(gpus, tmp_path, caplog):
     """The transformers engine allocates its cache as completions grow."""
     gpus.add(80)
     sampling = {"engine": "transformers", "max_sequences": 8192, "samples": 256}
@@ -198,7 +198,7 @@ def test_a_large_cache_is_a_warning(gpus: Gpus, tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.slow
-def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_gpu(monkeypatch, caplog):
     for gib, levels in ((4, []), (0.3, [logging.WARNING])):
         sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(gib * GIB)}
         monkeypatch.setattr(memory_check, "os", SimpleNamespace(sysconf=sizes.__getitem__))
@@ -208,9 +208,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     assert "it fits with --set " in caplog.text
 
 
-def test_a_run_that_does_not_fit_is_estimated_with_the_longest_prompt_of_its_task(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_that_does_not_fit_is_estimated_with_the_longest_prompt_of_its_task(monkeypatch):
     """A prompt such as `2 2 4 5=42:` has 4 digits, 3 spaces, `=`, at most 2 digits, and `:`, each a token."""
     config = resolve([SMALL, {"sampling": {"max_prompt_tokens": 4096, "samples": 16}}])
     task = build_task(config.task)
@@ -223,7 +221,7 @@ def test_a_run_that_does_not_fit_is_estimated_with_the_longest_prompt_of_its_tas
 
 
 @pytest.mark.parametrize(("problems", "sequences"), [(2, 8), (3, 12), (None, 64)])
-def test_an_evaluation_is_estimated_by_its_completions(problems: int | None, sequences: int) -> None:
+def test_an_evaluation_is_estimated_by_its_completions(problems, sequences):
     """The transformers engine samples one batch at a time, of 66 completions here, 4 per problem."""
     evaluation = {"problems": problems, "samples": 4, "k": [1], "batch": 66}
     config = resolve([SMALL, {"task": {"max_number": 9}, "evaluation": evaluation}])
@@ -234,7 +232,7 @@ def test_an_evaluation_is_estimated_by_its_completions(problems: int | None, seq
 
 
 @pytest.mark.slow
-def test_the_model_is_not_loaded(gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_not_loaded(gpus, tmp_path, monkeypatch):
     gpus.add(0.5)
     monkeypatch.setattr("bandpo_cli.sampling.rollouts.load_policy", None)
     monkeypatch.setattr(memory_check, "saving_advice", lambda *_: "")  # it tries seventy settings
@@ -244,7 +242,7 @@ def test_the_model_is_not_loaded(gpus: Gpus, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_a_resume_keeps_the_share_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_keeps_the_share_of_vllm(tmp_path, monkeypatch):
     seen: list[float | None] = []
 
     def checked(config: RunConfig, *_: object, **__: object) -> RunConfig:
@@ -265,7 +263,7 @@ ROW = re.compile(r"\| (\S+)(, LoRA of rank 16)? \| (\d) × (\d+) GB \| (\S+) GiB
 
 
 @pytest.mark.slow
-def test_the_table_of_performance_md_is_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_performance_md_is_the_estimate(tmp_path, monkeypatch):
     """`--task gsm8k` with vLLM and no other setting, on GPUs of so many 10⁹ bytes."""
     monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
     rows = ROW.findall(DOCUMENT.read_text("utf-8"))
@@ -287,9 +285,7 @@ def test_the_table_of_performance_md_is_the_estimate(tmp_path: Path, monkeypatch
     ("given", "lag", "expected"),
     [(None, 0, "expandable_segments:True"), (None, 1, None), (NAMES[0], 0, None), (NAMES[1], 0, "mine")],
 )
-def test_segments_are_expandable_unless_the_user_has_settings(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, lag: int, expected: str | None
-) -> None:
+def test_segments_are_expandable_unless_the_user_has_settings(monkeypatch, given, lag, expected):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     if given:
@@ -298,7 +294,7 @@ def test_segments_are_expandable_unless_the_user_has_settings(
     assert os.environ.pop(NAMES[1], None) == expected
 
 
-def test_allocator_settings_are_set_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocator_settings_are_set_before_torch_is_imported(monkeypatch):
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setitem(sys.modules, "bandpo_cli.models.load", None)  # an import of it raises ImportError
     with pytest.raises(ImportError), ExitStack() as stack:

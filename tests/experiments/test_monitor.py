@@ -42,9 +42,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize(("limit", "values", "count"), COUNTS)
-def test_consecutive_steps_beyond_a_limit_are_counted(
-    limit: str, values: list[float | None], count: int
-) -> None:
+def test_consecutive_steps_beyond_a_limit_are_counted(limit, values, count):
     """The run ends exactly if `stop.steps` is at most the count by hand, and a warning comes at half of it."""
     records = [{"step": step, METRICS[limit]: value} for step, value in enumerate(values, 1)]
     for steps in range(1, 8):
@@ -85,9 +83,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_criterion_ends_a_run_which_resumes_with_another_limit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_criterion_ends_a_run_which_resumes_with_another_limit(tmp_path, caplog):
     """It ends after step 3 with a checkpoint, also if it was killed after step 2, and is the start of the full run."""
     caplog.set_level(logging.WARNING, "bandpo_cli")
     full = train(resolve([SMALL]), tmp_path, "full")
@@ -126,9 +122,7 @@ def test_a_criterion_ends_a_run_which_resumes_with_another_limit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tokens", "flops"])
-def test_the_step_that_reaches_a_budget_is_the_last_with_evaluation_and_checkpoint(
-    tmp_path: Path, name: str
-) -> None:
+def test_the_step_that_reaches_a_budget_is_the_last_with_evaluation_and_checkpoint(tmp_path, name):
     """Step 3 is neither due for an evaluation nor for a checkpoint; a resume without the budget is the full run."""
     full = lines(train(resolve([SMALL]), tmp_path, "full").folder)
     metric = AXES[name].key
@@ -152,7 +146,7 @@ def test_the_step_that_reaches_a_budget_is_the_last_with_evaluation_and_checkpoi
     assert lines(resumed.folder)[4:] == full[4:]
 
 
-def test_a_budget_needs_the_totals_of_all_steps() -> None:
+def test_a_budget_needs_the_totals_of_all_steps():
     """A record that an earlier version began has none, and the budget would never be reached."""
     config = resolve([{"stop": {"tokens": 5}}])
     with pytest.raises(
@@ -180,5 +174,5 @@ def on_ranks(ranks: Ranks, folder: Path) -> tuple[str, list[int]]:
 
 
 @pytest.mark.slow
-def test_all_ranks_end_after_the_same_step(tmp_path: Path) -> None:
+def test_all_ranks_end_after_the_same_step(tmp_path):
     assert run_ranks(2, tmp_path / "ranks", on_ranks, tmp_path) == [("FINISHED", [0, 1, 2, 3])] * 2

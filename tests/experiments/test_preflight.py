@@ -52,7 +52,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("runs/../runs/a/checkpoints/step-000002", "a", 2),
     ],
 )
-def test_runs_and_their_steps(runs: Path, text: str, name: str, step: int) -> None:
+def test_runs_and_their_steps(runs, text, name, step):
     ref = resolve_model(text, runs)
     assert ref.run is not None
     assert (ref.run.name, ref.step) == (name, step)
@@ -60,7 +60,7 @@ def test_runs_and_their_steps(runs: Path, text: str, name: str, step: int) -> No
     assert ref.stem == f"{name}@{step}"
 
 
-def test_models_that_no_run_made(runs: Path, tmp_path: Path) -> None:
+def test_models_that_no_run_made(runs, tmp_path):
     assert resolve_model("embedded", runs) == ModelRef("embedded")
     for text in (
         "Qwen/Qwen2.5-0.5B",
@@ -75,7 +75,7 @@ def test_models_that_no_run_made(runs: Path, tmp_path: Path) -> None:
         assert (Path(ref.path).resolve(), ref.run, ref.stem) == (tmp_path / "model", None, "model")
 
 
-def test_the_home_folder_is_understood(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_is_understood(runs, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_model("~/model", runs).path == str(tmp_path / "model")
     assert resolve_model("~/runs/a@2", Path("elsewhere")).stem == "a@2@5"
@@ -99,13 +99,13 @@ def test_the_home_folder_is_understood(runs: Path, tmp_path: Path, monkeypatch: 
         ("runs", "no config.json there"),
     ],
 )
-def test_what_names_nothing(runs: Path, text: str, words: str) -> None:
+def test_what_names_nothing(runs, text, words):
     with pytest.raises(UserError, match=words) as caught:
         resolve_model(text, runs)
     assert len(str(caught.value)) < 600
 
 
-def test_a_gguf_file_is_answered_with_what_is_needed(tmp_path: Path) -> None:
+def test_a_gguf_file_is_answered_with_what_is_needed(tmp_path):
     (tmp_path / "folder").mkdir()
     for name in ("model.gguf", "MODEL.GGUF", "folder/model-q4.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
@@ -120,7 +120,7 @@ def test_a_gguf_file_is_answered_with_what_is_needed(tmp_path: Path) -> None:
         check_model_path(str(tmp_path / "model.safetensors"))
 
 
-def test_unfinished_checkpoints_do_not_count(runs: Path) -> None:
+def test_unfinished_checkpoints_do_not_count(runs):
     """One that was being written when the run was killed has another name, or no config.json yet."""
     (runs / "a" / "checkpoints" / ".step-000020.writing").mkdir()
     (runs / "a" / "checkpoints" / "step-000030").mkdir()
@@ -139,7 +139,7 @@ tracking: {parent: sweep}
 """
 
 
-def test_a_new_run_of_a_checkpoint_has_the_settings_of_its_run(runs: Path) -> None:
+def test_a_new_run_of_a_checkpoint_has_the_settings_of_its_run(runs):
     (runs / "a" / "config.yaml").write_text(STORED)
     layers = new_run_layers(
         [{"model": {"path": "a"}}, {"optim": {"lr": 1e-5}, "model": {"path": "a@10"}}], runs
@@ -155,12 +155,12 @@ def test_a_new_run_of_a_checkpoint_has_the_settings_of_its_run(runs: Path) -> No
 
 
 @pytest.mark.parametrize("model", ["embedded", "model", "some/id", 3, None])
-def test_other_models_add_no_settings(runs: Path, model: Any) -> None:
+def test_other_models_add_no_settings(runs, model):
     layers = [{"model": {"path": model}}, {"steps": 3}] if model else [{"model": model}]
     assert new_run_layers(layers, runs) == layers
 
 
-def test_only_a_chosen_grader_of_a_run_is_used_for_other_data(runs: Path) -> None:
+def test_only_a_chosen_grader_of_a_run_is_used_for_other_data(runs):
     config = runs / "a" / "config.yaml"
     for grader, layers in (
         ("number", [{"task": {"grader": None}}]),
@@ -176,7 +176,7 @@ def warnings_of(method: str, updates: int = 1, **sections: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_one_update_per_batch_is_warned_about_with_the_methods_that_still_differ(method: str) -> None:
+def test_one_update_per_batch_is_warned_about_with_the_methods_that_still_differ(method):
     assert warnings_of(method, updates=4) == []
     warnings = ["all methods but luspo and clip-cov give the same run"] * (not METHODS[method].control)
     for warning, part in zip(warnings_of(method), warnings, strict=True):
@@ -192,7 +192,7 @@ def test_one_update_per_batch_is_warned_about_with_the_methods_that_still_differ
         ("transformers", "bfloat16", False),
     ],
 )
-def test_one_update_is_warned_about_where_ratios_are_one(engine: str, dtype: str, warned: bool) -> None:
+def test_one_update_is_warned_about_where_ratios_are_one(engine, dtype, warned):
     model, objective = {"dtype": dtype}, {"old_logprobs": "sampler"}
     warnings = warnings_of("clip", sampling={"engine": engine}, model=model, objective=objective)
     assert ["the ratio is always 1" in warning for warning in warnings] == [True] * warned

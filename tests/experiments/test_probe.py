@@ -1,8 +1,6 @@
 """Advice where nothing can be learned, and the probe of a run that is not trained."""
 
 import re
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -63,16 +61,14 @@ def metrics(
         ({}, metrics(0, 0, 0.5, 0.9), ["--max-tokens 256|at 8 tokens", "another --task, since 90.0%"]),
     ],
 )
-def test_advice_names_settings_with_their_reasons(
-    layer: dict[str, Any], record: dict[str, float], parts: list[str]
-) -> None:
+def test_advice_names_settings_with_their_reasons(layer, record, parts):
     lines = advice(resolve([layer]), record)
     assert len(lines) == len(parts)
     for line, words in zip(lines, parts, strict=True):
         assert all(word in line for word in words.split("|")), line
 
 
-def test_a_run_warns_once_after_three_steps_without_a_gradient() -> None:
+def test_a_run_warns_once_after_three_steps_without_a_gradient():
     monitor, sample = StepMonitor(RunConfig(), ()), mock.Mock(text="the\nanswer " * 50)
     lines = monitor.add(StepReport(0, {"step": 0}, None))
     for step, useful in enumerate((0, 0, 0.1, 0, 0, 0, 0, 0, 0, 0), start=1):
@@ -83,7 +79,7 @@ def test_a_run_warns_once_after_three_steps_without_a_gradient() -> None:
     assert "\n" not in lines[0]
 
 
-def test_a_run_warns_once_when_no_completion_calls_a_tool() -> None:
+def test_a_run_warns_once_when_no_completion_calls_a_tool():
     config = resolve([{"task": {"name": "calculator"}}])
     monitor, sample = StepMonitor(config, ()), mock.Mock(text='```json\n{"name": "calculate"}\n```')
     lines: list[str] = []
@@ -96,7 +92,7 @@ def test_a_run_warns_once_when_no_completion_calls_a_tool() -> None:
 
 
 @pytest.mark.slow
-def test_a_probe_has_the_metrics_of_a_first_step_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_probe_has_the_metrics_of_a_first_step_and_writes_nothing(tmp_path):
     """The training run has as many prompts; both have the random numbers of step 1."""
     whole = {"sampling": {"prompts": 32, "samples": 4}, "evaluation": {"every": 0}, "steps": 1}
     config = resolve([SMALL, whole, {"optim": {"updates": 2, "warmup_steps": 5}}])
@@ -128,15 +124,13 @@ def test_a_probe_has_the_metrics_of_a_first_step_and_writes_nothing(tmp_path: Pa
         ),
     ],
 )
-def test_time_of_updates_that_were_not_measured_is_unknown(
-    every: int, updates: float | None, expected: str
-) -> None:
+def test_time_of_updates_that_were_not_measured_is_unknown(every, updates, expected):
     config = resolve([{"steps": 3, "evaluation": {"every": every}}])
     assert re.fullmatch(expected, time_text(config, ProbeReport([], {}, 4, 5.0, updates, 21.0)))
 
 
 @pytest.mark.slow
-def test_probe_from_the_command_line(tmp_path: Path) -> None:
+def test_probe_from_the_command_line(tmp_path):
     printed = succeed("train", *SMALL_FLAGS, "--probe", cwd=tmp_path).out
     for part in (
         "32 problems × 4 = 128 completions of the untrained model", "pass rate", "have different rewards", "truncated",

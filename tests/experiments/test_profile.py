@@ -28,7 +28,7 @@ RUN: list[Any] = [
 ]
 
 
-def test_the_evaluation_and_the_first_trained_step_are_not_traced(tmp_path: Path) -> None:
+def test_the_evaluation_and_the_first_trained_step_are_not_traced(tmp_path):
     callback = ProfileCallback(1)
     callback.start(RunInfo(tmp_path, {}, {}, 3, 0, (), None))
     for step in range(4):
@@ -41,7 +41,7 @@ def test_the_evaluation_and_the_first_trained_step_are_not_traced(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_profile_changes_no_number_and_has_the_phases_after_the_first_step(tmp_path: Path) -> None:
+def test_a_profile_changes_no_number_and_has_the_phases_after_the_first_step(tmp_path):
     """The labels are counted in the trace, and the record measures with another clock."""
     profile = ProfileCallback(5)  # the run ends early, and has the trace of the steps until then
     traced = train(resolve(RUN), tmp_path, "traced", [profile])
@@ -69,7 +69,7 @@ def test_a_profile_changes_no_number_and_has_the_phases_after_the_first_step(tmp
     assert sum(profile.phases[f"update/{name}"].seconds for name in parts) <= profile.phases["update"].seconds
 
 
-def test_the_table_has_seconds_per_step_and_the_way_to_open_the_trace() -> None:
+def test_the_table_has_seconds_per_step_and_the_way_to_open_the_trace():
     profile, out = ProfileCallback(2), io.StringIO()
     profile.trace, profile.steps, profile.seconds = Path("runs/a/profile/t.json.gz"), [2, 3], 8.0
     times = {"sample": (2.0, 1.0, 2), "update": (5.0, 4.0, 2), "update/backward": (3.0, 2.5, 8)}
@@ -86,7 +86,7 @@ def test_the_table_has_seconds_per_step_and_the_way_to_open_the_trace() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "first", "last"), [(2, 0, 2), (0, 0, 9), (-1, 0, 9), (3, 8, 10)])
-def test_the_run_must_have_the_steps_that_are_traced(wanted: int, first: int, last: int) -> None:
+def test_the_run_must_have_the_steps_that_are_traced(wanted, first, last):
     """The first step that a process trains is not traced; a resumed run begins at a later one."""
     with pytest.raises(UserError, match=f"--profile {wanted}: the first step is not traced"):
         check_profile_steps(wanted, first, last)

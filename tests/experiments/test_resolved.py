@@ -62,7 +62,7 @@ def add_model(cache: Path, commit: str, scale: float = 1.0) -> None:
     save_file(weights, files / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_the_commit_in_the_cache_is_that_of_the_hubs_library(hub: Path) -> None:
+def test_the_commit_in_the_cache_is_that_of_the_hubs_library(hub):
     assert cached_commit(MODEL, "model") is None
     add_model(hub, FIRST)
     assert cached_commit(MODEL, "model") == FIRST
@@ -77,7 +77,7 @@ def test_the_commit_in_the_cache_is_that_of_the_hubs_library(hub: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_commit_that_it_started_with(hub: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_commit_that_it_started_with(hub, tmp_path):
     """The model on the hub changes after the first step; the reference model is loaded from it again."""
     add_model(hub, FIRST)
     config = resolve([SMALL, TWO_STEPS, {"model": {"path": MODEL}, "objective": {"reference_kl": 0.1}}])
@@ -101,7 +101,7 @@ def run_folder(tmp_path: Path, **resolved: Any) -> RunFolder:
     return folder
 
 
-def test_the_engine_that_auto_resolved_to_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_that_auto_resolved_to_is_pinned(tmp_path, monkeypatch):
     folder = run_folder(tmp_path, engine="vllm")
     monkeypatch.setattr("bandpo_cli.experiments.plan.is_installed", lambda package: False)
     with pytest.raises(ConfigError, match=r"samples with vllm, not installed here.*make install-vllm"):
@@ -113,7 +113,7 @@ def test_the_engine_that_auto_resolved_to_is_pinned(tmp_path: Path, monkeypatch:
     assert pin(RunConfig(), run_folder(tmp_path, engine="transformers"))[0].sampling.engine == "transformers"
 
 
-def test_commits_take_the_place_of_branches(tmp_path: Path) -> None:
+def test_commits_take_the_place_of_branches(tmp_path):
     task = {"name": "gsm8k", "revisions": {GSM8K: "v1"}}
     layers = [{"model": {"path": MODEL, "revision": "main"}, "task": task}]
     folder = run_folder(tmp_path, model=FIRST, data={GSM8K: SECOND, "another/set": FIRST})
@@ -122,7 +122,7 @@ def test_commits_take_the_place_of_branches(tmp_path: Path) -> None:
     assert pinned == expected
 
 
-def test_entries_that_no_run_writes_are_ignored(tmp_path: Path) -> None:
+def test_entries_that_no_run_writes_are_ignored(tmp_path):
     config = resolve([{"task": {"name": "gsm8k"}, "model": {"path": MODEL}}])
     unknown = {"engine": "steam", "model": "main", "data": {GSM8K: "main"}}
     for resolved in ({}, unknown, {"engine": 3, "dtype": "int4", "model": ["x"], "data": [1]}):
@@ -135,7 +135,7 @@ def test_entries_that_no_run_writes_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_data_sets_are_pinned(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_sets_are_pinned(hub, tmp_path, monkeypatch):
     rows = [[{"question": f"{split}?", "answer": "#### 1"}] * 3 for split in ("train", "test")]
     load = mock.Mock(side_effect=cycle(map(datasets.Dataset.from_list, rows)))
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -169,7 +169,7 @@ def test_data_sets_are_pinned(hub: Path, tmp_path: Path, monkeypatch: pytest.Mon
         ({"model": {"path": "embedded", "revision": "v1"}, "task": {"name": "countdown"}}, "'embedded' is a folder"),
     ],
 )  # fmt: skip
-def test_revisions_that_have_no_effect_are_refused(layer: dict[str, Any], message: str) -> None:
+def test_revisions_that_have_no_effect_are_refused(layer, message):
     config = resolve([{"model": {"path": MODEL}, "task": {"name": "gsm8k"}}, layer])
     with pytest.raises(ConfigError, match=message):
         check_config(config)

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.errors import GraderFailedError
+from bandpo_cli.errors import ConfigError, GraderFailedError
 from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.experiments.eval_run import resume_evaluation
 from bandpo_cli.experiments.plan import plan_training
@@ -60,7 +60,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_records_of_weighted_rewards_also_after_a_resume() -> None:
+def test_the_records_of_weighted_rewards_also_after_a_resume():
     """The values are computed again from the texts in the samples; only the reward of an evaluation has all entries."""
     zero = {"grader": "pluses_reward:pluses", "weight": 0, "name": "zero"}
     rewards = (
@@ -99,7 +99,7 @@ def test_the_records_of_weighted_rewards_also_after_a_resume() -> None:
 @pytest.mark.parametrize(
     ("timeout_reward", "reward"), [("none", {}), ("wrong", {"wrong": -1.0, "overlong_buffer": 2})]
 )
-def test_answers_that_were_not_graded_are_in_no_mean(timeout_reward: str, reward: dict[str, Any]) -> None:
+def test_answers_that_were_not_graded_are_in_no_mean(timeout_reward, reward):
     """Which answers fail follows from the texts in the samples."""
     Path("unstable.py").write_text(UNSTABLE)
     folder = run_with(
@@ -125,7 +125,7 @@ def test_answers_that_were_not_graded_are_in_no_mean(timeout_reward: str, reward
 
 
 @pytest.mark.slow
-def test_a_failing_grader_stops_the_run_and_its_repair_resumes_it() -> None:
+def test_a_failing_grader_stops_the_run_and_its_repair_resumes_it():
     Path("failing_judge.py").write_text(BROKEN)
     message = r"all 16 answers are grader errors.*'failing_judge:judge'.*failing_judge.py:2, in judge"
     with pytest.raises(GraderFailedError, match=message):
@@ -139,7 +139,7 @@ def test_a_failing_grader_stops_the_run_and_its_repair_resumes_it() -> None:
     assert [line["step"] for line in read_metrics(folder)] == [0, 1]
 
 
-def test_answers_of_a_failed_evaluation_are_graded_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_answers_of_a_failed_evaluation_are_graded_again(caplog):
     Path("failing_eval.py").write_text(BROKEN)
     rows = [{"question": f"{n}?", "answer": n, "completions": ["a", "b"]} for n in range(3)]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -173,7 +173,7 @@ def test_answers_of_a_failed_evaluation_are_graded_again(caplog: pytest.LogCaptu
         ({"task": {"heldout_fraction": 0.5}, "sampling": {"prompts": 2}}, ["evaluation set 'a' has only 6 problems"]),
     ],
 )  # fmt: skip
-def test_few_problems_are_pointed_out(settings: dict[str, Any], expected: list[str]) -> None:
+def test_few_problems_are_pointed_out(settings, expected):
     rows = [{"question": f"{n} + {n}?", "answer": 2 * n} for n in range(9)]
     Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = {"task": {"name": "data", "train": "a.jsonl"}, "model": {"path": "a/b"}, "optim": {"updates": 2}}
@@ -181,3 +181,53 @@ def test_few_problems_are_pointed_out(settings: dict[str, Any], expected: list[s
     assert len(plan.warnings) == len(expected)
     for warning, part in zip(plan.warnings, expected, strict=True):
         assert part in warning
+
+
+def test_the_coin_decides_the_reward_of_training_and_the_true_grader_the_evaluation(tmp_path: Path) -> None:
+    """Coins are a function of seed, step and completion: a resume tosses the same, and the texts do not matter."""
+    control = {"task": {"rewards": [{"weight": 0}, "random"]}}
+    full = train(resolve([SMALL, control, {"steps": 2, "optim": {"lr": 1e-9}}]), name="full").folder
+    true = train(resolve([SMALL, {"steps": 2, "optim": {"lr": 1e-9}}]), name="true").folder
+    for line, other in zip(read_metrics(full), read_metrics(true), strict=True):
+        evaluation = {key: value for key, value in line.items() if key.startswith("eval/")}
+        assert evaluation == {key: value for key, value in other.items() if key.startswith("eval/")}
+        assert line.get("train/accuracy") == other.get("train/accuracy")
+        assert line.get("train/reward") == line.get("train/reward/random")
+    coins = pd.concat([pd.read_parquet(full / "samples" / f"step-00000{step}.parquet") for step in (1, 2)])[
+        "reward"
+    ]
+    assert set(coins) == {0.0, 1.0}
+    assert 8 <= coins.sum() <= 24, "32 tosses"
+    train(resolve([SMALL, control, {"steps": 1, "optim": {"lr": 1e-9}}]), name="part")
+    resumed = resume("part", settings=[{"steps": 2}]).folder
+    again = pd.read_parquet(resumed / "samples" / "step-000002.parquet")["reward"]
+    assert again.tolist() == coins.iloc[16:].tolist()
+
+
+@pytest.mark.parametrize(("coin", "reward"), [(0.0, 0.0), (1.0, 1.0)])
+def test_the_coin_has_the_configured_probability(coin: float, reward: float) -> None:
+    folder = run_with({"weight": 0}, {"grader": "random"}, grading={"coin": coin})
+    assert read_metrics(folder)[-1]["train/reward"] == reward
+
+
+def test_any_readable_answer_has_the_reward_of_the_format() -> None:
+    folder = run_with({"weight": 0}, {"grader": "format"})
+    line = read_metrics(folder)[-1]
+    assert line["train/reward"] == pytest.approx(1 - line["grade/malformed_fraction"])
+    assert line["train/accuracy"] < line["train/reward"]
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"rewards": ["random"]},
+        {"name": "gsm8k", "grader": "format"},
+        {"name": "data", "train": [{"path": "a.jsonl", "grader": "random"}]},
+    ],
+)
+def test_a_control_cannot_decide_what_is_correct(task: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match="is a control, which cannot decide what is correct; --grader"
+    ) as raised:
+        resolve([{"task": task}])
+    assert "\n" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""Rollouts: encoded prompts, versions of the sampled completions, texts for graders, rewards, end-of-turn tokens."""
+"""Rollouts: prompts, versions of completions, texts for graders, rewards, end-of-turn tokens; checks of the setup."""
 
 import json
 from pathlib import Path
@@ -289,3 +289,24 @@ def test_prompts_without_the_template_end_at_the_end_of_the_sequence_only(
     components = components_of(base_model, tmp_path, layer)
     assert components.params.stop_ids == (0,)
     components.close()
+
+
+def test_completions_longer_than_the_context_are_refused() -> None:
+    config = resolve([{"sampling": {"max_tokens": 500}}])  # the context length of the bundled model is 512
+    with pytest.raises(ConfigError, match="come to 564 tokens; the model reads at most 512"):
+        build_components(config, build_task(config.task))
+
+
+def test_problems_with_long_prompts_are_dropped_and_counted() -> None:
+    config = resolve([{"task": {"max_number": 10, "numbers": 3}, "sampling": {"max_prompt_tokens": 10}}])
+    task = build_task(config.task)
+    components = build_components(config, task)
+    try:
+        kept = [problem for problem in task.train_problems() if len(str(problem.prompt)) <= 10]
+        seen = {problem.id for problem in components.stream.next(len(kept))}
+    finally:
+        components.close()
+    dropped = len(task.train_problems()) - len(kept)
+    assert seen == {problem.id for problem in kept}
+    assert dropped > 0
+    assert any(f"training: {dropped:,} of" in note for note in components.notes)

@@ -6,18 +6,15 @@ class RecordingLane:
 
     Attributes:
         waits: the answer of each wait.
-        ends: per step whether it was the last one of the side.
         phases: per step the seconds of its phases.
     """
 
     def __init__(self) -> None:
         self.waits: list[object] = []
-        self.ends: list[bool] = []
         self.phases: list[dict[str, float]] = []
 
     def wait(self, answer: object = None) -> None:
         self.waits.append(answer)
 
-    def end_step(self, phases: dict[str, float], is_last: bool) -> None:
+    def end_step(self, phases: dict[str, float]) -> None:
         self.phases.append(phases)
-        self.ends.append(is_last)

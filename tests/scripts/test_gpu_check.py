@@ -195,7 +195,7 @@ def test_a_side_of_the_race_trains_the_blocks_that_it_is_asked_for(monkeypatch):
         lane.wait()
         lane.wait("ready")
         for step in range(1, 2 * race.STEPS + 1):
-            lane.end_step({"sync": float(step)}, step == 2 * race.STEPS)
+            lane.end_step({"sync": float(step)})
 
     thread = threading.Thread(target=side)
     thread.start()
@@ -209,6 +209,7 @@ def test_a_side_of_the_race_trains_the_blocks_that_it_is_asked_for(monkeypatch):
         assert found["phases"] == [{"sync": float(step)} for step in steps]
         assert len(found["seconds"]) == race.STEPS - 1
         assert sum(found["seconds"]) < 0.1
+    ours.send(None)
     thread.join()
 
 

@@ -4,10 +4,11 @@ import os
 import pickle
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from bandpo_cli.processes.ranks import connected, ranks_from_environment
@@ -44,6 +45,17 @@ def run_ranks(
     assert not errors, "\n".join(errors)
     assert not alive, "a rank waits for another one"
     return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(size)]
+
+
+def check_lines(lines: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
+    """Require the metrics of a run on other ranks, up to rounding.
+
+    A prompt whose completions several ranks have goes through the model on each of them, and counts in `compute/flops`.
+    """
+    for line, other in zip(lines, expected, strict=True):
+        assert line.keys() == other.keys()
+        flops = {key: line[key] for key in line if key == "compute/flops"}
+        assert line == pytest.approx(other | flops, abs=1e-5, rel=1e-5, nan_ok=True)
 
 
 def free_port() -> int:

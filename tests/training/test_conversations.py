@@ -1,4 +1,4 @@
-"""Runs with an environment: several ranks, LoRA, resumes and batches sampled ahead change nothing."""
+"""Runs with an environment or a tool: ranks, LoRA, resumes and batches sampled ahead change nothing; steps by hand."""
 
 import json
 from functools import partial
@@ -21,7 +21,8 @@ from bandpo_cli.training import loop
 from bandpo_cli.training.build import build_components
 from tests.conftest import random_model
 from tests.text_model import character_tokenizer
-from tests.training.several_ranks import run_ranks
+from tests.training import conversation_gradients as by_hand
+from tests.training.several_ranks import check_lines, run_ranks
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -139,6 +140,13 @@ def test_two_ranks_train_as_one(tmp_path: Path, name: str) -> None:
     assert [[row[key] for key in columns] for row in same_completions] == [
         [row[key] for key in columns] for row in completions
     ]
-    for line, expected in zip(others, lines, strict=True):
-        assert line == pytest.approx(expected, abs=1e-5, rel=1e-5, nan_ok=True)
+    check_lines(others, lines)
     assert torch.get_num_threads() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_adapters_on_two_ranks(tmp_path: Path) -> None:
+    config = by_hand.config_of(model={"lora": {"rank": 4}}, optim={"lr": 5e-3})
+    (steps, weights), _ = run_ranks(2, tmp_path / "ranks", partial(by_hand.train, config=config), tmp_path)
+    by_hand.check(config, steps, weights)

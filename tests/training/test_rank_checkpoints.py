@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -19,10 +20,11 @@ from xxhash import xxh3_64_hexdigest
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import LoraSettings, ModelConfig, OptimConfig
 from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models import weights
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.lora import add_adapters
-from bandpo_cli.models.weights import full_tensor, local_tensor, shard
+from bandpo_cli.models.weights import checkpoint_weights, full_tensor, local_tensor, shard
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.checkpoints import (
     Progress,
@@ -31,12 +33,16 @@ from bandpo_cli.storage.checkpoints import (
     write_trainer_state,
 )
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training import checkpoint_writer
-from bandpo_cli.training.build import load_checkpoint
+from bandpo_cli.training.build import build_components, load_checkpoint
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
+from bandpo_cli.training.loop import train
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
 from tests.conftest import SHAPE, random_model
-from tests.training.several_ranks import run_ranks
+from tests.sampling.stub_engine import forked_engines
+from tests.training.recording import SETTINGS
+from tests.training.several_ranks import check_lines, run_ranks
 from tests.training.trained import STEP, State, Trained, contents, save_checkpoint, update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -366,3 +372,51 @@ def test_damaged_shards_are_one_error_line(
     with pytest.raises(UserError, match="to resume from the previous one") as error:
         load_checkpoint(*of_four[0], folder)
     assert "\n" not in str(error.value)
+
+
+LAYER: dict[str, Any] = {
+    "steps": 2,
+    "sampling": {"max_lag": 1},
+    "optim": {"lr": 5e-5, "warmup_steps": 0},
+    "evaluation": {"every": 0},
+    "checkpoint": {"every": 1, "background": True},
+}
+
+Result = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
+
+
+def part(ranks: Ranks, folder: Path, model: Path, first: int, stop_after: int) -> Result:
+    """Train from step `first` up to a stop after a step; return the lines, and the weights and optimizer state."""
+    config = resolve([SETTINGS, LAYER, {"model": {"path": str(model)}}])
+    run = RunFolder(folder)
+    lines: list[dict[str, float]] = []
+
+    def stop() -> bool:
+        return ranks.is_main and len(lines) > 0 and lines[-1]["step"] == stop_after
+
+    with forked_engines(), closing(build_components(config, build_task(config.task), ranks)) as components:
+        if first:
+            components.resume_from(run.checkpoint_dir(first - 1))
+        for report in train(config, components, run, first=first, stop=stop):
+            lines.append(without_clock(report.record))
+        weights = checkpoint_weights(components.policy.model)
+        state = {f"weight {key}": weight.clone() for key, weight in weights}
+        state |= {key: full_tensor(value).clone() for key, value in components.optimizer.state().items()}
+    return lines, state
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_stopped_after_a_step_resumes_with_one(tmp_path: Path, small_model: Path) -> None:
+    """It is nearly the uninterrupted run of one process, which adds in another order."""
+    stopped = RunFolder(tmp_path / "stopped")
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    expected, state = part(SINGLE, tmp_path / "whole", small_model, 0, 2)
+    run_ranks(2, tmp_path / "ranks", part, stopped.path, small_model, 0, 1)
+    assert list(complete_checkpoints(stopped).complete) == [1]
+    (line,), resumed = part(SINGLE, stopped.path, small_model, 2, 2)
+    assert (line["step"], line["sampler/lag"]) == (2, 2)
+    check_lines([line], expected[-1:])
+    assert resumed.keys() == state.keys()
+    for name, tensor in state.items():
+        torch.testing.assert_close(resumed[name], tensor, atol=1e-5, rtol=0)
