@@ -212,6 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for seeds in (3, 5, 8)
         },
     )
+    rng = np.random.default_rng(1)
     cases = [
         (beta, *size) for beta in ((0.5, 0.5), (0.1, 2)) for size in ((30, 16), (128, 8), (500, 4), (2000, 4))
     ]

@@ -207,7 +207,8 @@ def _finding(
     if not tested:
         best = variants[0]
         value = f"{metric.text(best.metrics[metric.key].mean)} ({plural(len(best.seeds), 'seed')})"
-        return f"{best.name} has the highest {metric.name}, {value}; no difference is tested."
+        needed = "a test needs a baseline and two common seeds with different values"
+        return f"{best.name} has the highest {metric.name}, {value}; {needed}."
     tested.sort(key=lambda row: -abs(row[1].change.mean))
     groups: dict[str, list[str]] = {}
     for item, pair, p_holm in tested:
@@ -243,7 +244,7 @@ def _notes(
     if len({variant.seeds for variant in variants}) > 1:
         yield "The variants do not have the same seeds; each is compared over the seeds that the baseline has too."
     if baseline is not None and len(variants) > 1 and baseline not in {variant.name for variant in variants}:
-        yield f"All runs of the baseline '{baseline}' were excluded, so there are no differences."
+        yield f"All runs of the baseline '{baseline}' were excluded, so nothing is compared."
     parents = [settings["fork"] for settings in runs["settings"] if settings.get("fork")]
     for parent in dict.fromkeys(parents):
         if start:

@@ -323,10 +323,14 @@ def check_engine_weights(work: Work) -> Measured:
 
 
 def largest_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Return the largest difference of two lines without the clock; infinite if their keys differ."""
+    """Return the largest difference of two lines; infinite if their keys differ.
+
+    Without the clock, and without the totals of a run: those of a resume in another folder begin anew.
+    """
     from bandpo_cli.metric_names import without_clock
 
-    left, right = without_clock(one), without_clock(other)
+    lines = (without_clock(line).items() for line in (one, other))
+    left, right = ({key: item for key, item in line if not key.startswith("compute/")} for line in lines)
     if left.keys() != right.keys():
         return math.inf
     return max(difference(left[key], right[key]) for key in left if left[key] is not None)

@@ -156,7 +156,8 @@ def test_one_seed_has_no_interval_in_any_output(tmp_path):
     assert {difference.verdict for difference in report.differences} == {"one seed: no test"}
     assert (
         report.finding
-        == "kl 0.02 has the highest held-out accuracy, 0.600 (1 seed); no difference is tested."
+        == "kl 0.02 has the highest held-out accuracy, 0.600 (1 seed); a test needs a baseline and two common "
+        "seeds with different values."
     )
     assert "±" not in (sweep / "report" / "report.md").read_text()
 
@@ -169,7 +170,7 @@ def test_without_baseline_there_are_no_differences(sweep):
     assert any("All runs of the baseline 'clip' were excluded" in note for note in report.notes)
     report = report_of(sweep, baseline=None)
     assert report.differences == ()
-    assert report.finding.endswith("no difference is tested.")
+    assert report.finding.endswith("a test needs a baseline and two common seeds with different values.")
     assert "Differences" not in (sweep / "report" / "report.html").read_text()
 
 
