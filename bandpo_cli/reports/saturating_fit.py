@@ -92,7 +92,7 @@ class SaturatingFit:
     def cells(self) -> list[str]:
         """The row of the fit in tables."""
         cells = [
-            str(self.evaluations),
+            f"{self.evaluations}",
             f"{self.initial:.3f}",
             f"not identified: {self.unidentified}",
             "–",
@@ -144,20 +144,15 @@ def fit_curve(variant: str, compute_S: Floats, accuracy_RS: Floats) -> Saturatin
     start, initial = float(compute_S[0]), float(accuracy_RS[:, 0].mean())
     largest = float(compute_S[-1]) - start
     fitted = (compute_S > start) & (compute_S - start >= EARLY * largest)
-    compute, mean, count = (
-        (compute_S[fitted] - start) / (largest or 1.0),
-        accuracy_RS.mean(axis=0)[fitted],
-        fitted.sum(),
-    )
-    observed = [*zip(compute_S.tolist(), accuracy_RS.mean(axis=0).tolist(), strict=True)]
-    fit = SaturatingFit(
-        variant, len(accuracy_RS), int(count), initial, None, None, None, "", {}, (), observed
-    )
+    mean_S, count = accuracy_RS.mean(axis=0), int(fitted.sum())
+    observed = [*zip(compute_S.tolist(), mean_S.tolist(), strict=True)]
+    fit = SaturatingFit(variant, len(accuracy_RS), count, initial, None, None, None, "", {}, (), observed)
     if count < MIN_EVALUATIONS:
-        reason = f"{plural(fit.evaluations, 'evaluation')} after the first tenth, and the fit needs {MIN_EVALUATIONS}"
+        reason = f"{plural(count, 'evaluation')} after the first tenth, and the fit needs {MIN_EVALUATIONS}"
         return replace(fit, unidentified=reason)
+    compute, mean = (compute_S[fitted] - start) / largest, mean_S[fitted]
     best, least = best_fit(compute, mean, initial)
-    points, first = np.linspace(compute[0], 1.0, 50), 2 * fit.evaluations // 3
+    points, first = np.linspace(compute[0], 1.0, 50), 2 * count // 3
     curve = zip(start + largest * points, _curve_and_slopes(best, points, initial)[0], strict=True)
     fit = replace(fit, curve=[(float(x), float(y)) for x, y in curve])
     early, _ = best_fit(compute[:first], mean[:first], initial)
@@ -237,12 +232,8 @@ class _Profile:
         self, compute_S: Floats, accuracy_RS: Floats, initial_R: Floats, best: Floats, least: float
     ) -> None:
         self._compute_S, self._accuracy_RS, self._initial_R = compute_S, accuracy_RS, initial_R
-        self._mean_S, self._initial, self._best, self._least = (
-            accuracy_RS.mean(0),
-            initial_R.mean(),
-            best,
-            least,
-        )
+        self._mean_S, self._initial = accuracy_RS.mean(axis=0), float(initial_R.mean())
+        self._best, self._least = best, least
         self._squared_t = stats.t.ppf((1 + _LEVEL) / 2, len(accuracy_RS) - 1) ** 2 / len(accuracy_RS)
 
     def _directions(self, parameters: Floats, last: int = 2) -> tuple[Floats, Floats]:
@@ -264,9 +255,10 @@ class _Profile:
             accepted, rejected = self._best[place], end
             for _ in range(0 if self._accepts(place, end) else _HALVINGS):
                 middle = (accepted + rejected) / 2
-                accepted, rejected = (
-                    (middle, rejected) if self._accepts(place, middle) else (accepted, middle)
-                )
+                if self._accepts(place, middle):
+                    accepted = middle
+                else:
+                    rejected = middle
             ends.append(float(rejected))
         return ends[0], ends[1]
 

@@ -278,8 +278,8 @@ def _statistics(
         f"variants of a metric by Holm's method; equivalence within ±{margin:g} of held-out accuracy, "
         "by two one-sided t-tests"
     )
-    sentences = ["Metrics are means over seeds with 95% intervals of Student's t"]
-    sentences += [tests] if differences else []
+    sentences = ["Metrics are means over seeds, with 95% intervals of Student's t for two or more seeds"]
+    sentences += [tests] if any(item.p_holm is not None for item in differences) else []
     sentences += [f"Settings were chosen by {tuning.caption}"] if tuning is not None else []
     sentences += [fit_caption(axis)] if axis is not None else []
     return "".join(f"{sentence}. " for sentence in sentences).strip()

@@ -56,6 +56,7 @@ def test_the_sweeps_have_the_arms_and_runs_of_the_docs() -> None:
     planned = {file.stem: runs_of(file) for file in SWEEPS}
     assert all(len({run.name for run in runs}) == len(runs) for runs in planned.values())
     assert {name: (len({run.variant for run in runs}), len(runs)) for name, runs in planned.items()} == {
+        "controls": (4, 12),
         "radius": (6, 18), "methods": (8, 24), "rare-tokens": (8, 64),
         "fair-rare-tuning": (24, 48), "fair-countdown-tuning": (12, 24),
         "fair-rare": (6, 36), "fair-countdown": (2, 12), "fair-rare-one-rate": (3, 18),
@@ -110,6 +111,7 @@ NOT_COMPUTED = {
     "grading.workers": "the hardware",
     "grading.concurrency": "the server of an asynchronous function",
     "grading.retries": "used only by asynchronous functions",
+    "grading.coin": "used only by the grader random, a control",
     "grading.memory_gb": "the hardware",
     "grading.batch": "used only by functions that take lists",
     "grading.while_sampling": "when the same grades are computed",

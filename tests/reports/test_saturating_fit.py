@@ -1,12 +1,21 @@
 """Saturating fits: curves with known parameters, short curves, and an independent least-squares fit."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 from scipy.optimize import curve_fit
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.saturating_fit import MAX_WIDTH, MIN_EVALUATIONS, best_fit, fit_curve
+from bandpo_cli.metric_names import AXES
+from bandpo_cli.reports.saturating_fit import (
+    MAX_WIDTH,
+    MIN_EVALUATIONS,
+    best_fit,
+    fit_caption,
+    fit_curve,
+    fit_variants,
+)
 from tests.reports.sweep_folders import report_of, write_plan, write_run
 
 STEPS = np.arange(0, 210, 10.0)
@@ -138,3 +147,18 @@ def test_too_few_evaluations_are_one_line(tmp_path):
         text = report.files[name].read_text()
         assert "not identified: 1 evaluation after the first tenth" in text
     assert "accuracy_fit.png" in report.files
+
+
+def test_compute_is_the_mean_over_the_seeds_of_what_the_axis_names():
+    accuracies = runs_of(40.0)
+    index = pd.MultiIndex.from_product([["clip"], range(4), STEPS], names=["variant", "seed", "step"])
+    accuracy = pd.Series(accuracies.ravel(), index)
+    tokens = np.outer([900.0, 1000.0, 1000.0, 1100.0], STEPS)
+    by_step, (by_tokens,) = (
+        fit_curve("clip", STEPS, accuracies),
+        fit_variants(accuracy, pd.Series(tokens.ravel(), index), ["clip"]),
+    )
+    assert by_tokens.midpoint.value == pytest.approx(1000 * by_step.midpoint.value)
+    assert by_tokens.asymptote.value == pytest.approx(by_step.asymptote.value)
+    assert by_tokens.observed[-1][0] == 200_000
+    assert "compute C, in sampled tokens, was fitted" in fit_caption(AXES["tokens"])
