@@ -159,7 +159,9 @@ def test_one_seed_has_no_interval_in_any_output(tmp_path):
         == "kl 0.02 has the highest held-out accuracy, 0.600 (1 seed); a test needs a baseline and two common "
         "seeds with different values."
     )
-    text = (sweep / "report" / "report.md").read_text().replace("within ±0.02", "")  # the margin of equivalence
+    text = (
+        (sweep / "report" / "report.md").read_text().replace("within ±0.02", "")
+    )  # the margin of equivalence
     assert "±" not in text
 
 
