@@ -1,7 +1,4 @@
-"""The objective of an update: weighted losses of a method, penalty to the reference model, entropy bonus, gradients.
-
-The importance correction gives weights for the gap between the sampler's and the trainer's log-probs.
-"""
+"""The objective of an update: weighted losses of a method, penalty to the reference model, entropy bonus, gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bandpo_cli.config.run import ObjectiveConfig
-from bandpo_cli.methods.loss import (
-    MAX_LOG_RATIO,
-    LossBatch,
-    PolicyLoss,
-    log_ratio,
-    policy_ratio,
-    sequence_index,
-    sequence_sum,
-)
+from bandpo_cli.methods.loss import LossBatch, PolicyLoss, log_ratio
 
 
 @dataclass(frozen=True)
@@ -80,42 +68,6 @@ def policy_objective(
     gradient_weights = torch.where(scale == 0, 0.0, policy_gradient / scale)
     ratios = batch.ratios(logprobs).detach()
     return LossOutputs(total.detach(), gradient, ratios, gradient_weights, entropy_gradient)
-
-
-def importance_weights(
-    trainer_logprobs: Tensor, sampler_logprobs: Tensor, lengths: Tensor, objective: ObjectiveConfig
-) -> Tensor | None:
-    """Return the weight of each token's loss, w, [N] without gradient; None where `objective.importance_cap` is null.
-
-    The ratio of the objective is relative to the trainer's π_old, but the tokens were sampled from the sampler's π. The
-    two differ where the sampler is another engine, by kernels, number formats and batch shapes. w is an estimate of
-    π_old/π_sampler of limited variance, by the rule `objective.importance`, per token or per completion (there the
-    geometric mean of the ratios of its tokens):
-
-    - truncated, min(w, cap): truncated importance sampling (Ionides 2008);
-    - masked, 0 outside [floor, cap] and w within: per token as in IcePop, per completion as in masked importance
-      sampling (verl 0.9.1, `rollout_corr_helper.py`), or 0 for a completion with any token outside (TRM, arXiv
-      2512.23075).
-
-    Args:
-        trainer_logprobs, sampler_logprobs: [N] float32, nats, of the same weights at the same temperature.
-        lengths: [S] int64, tokens per completion.
-    """
-    cap = objective.importance_cap
-    if cap is None:
-        return None
-    floor = 1.0 / cap if objective.importance_floor is None else objective.importance_floor
-    level, _, rule = objective.importance.partition("-")
-    ratios = policy_ratio(trainer_logprobs.detach(), sampler_logprobs)
-    if level == "sequence" and rule != "mask-any":
-        means = sequence_sum(ratios.log(), lengths) / lengths
-        ratios = torch.exp(means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))[sequence_index(lengths)]
-    if rule == "truncate":
-        return ratios.clamp(max=cap)
-    within = (ratios >= floor) & (ratios <= cap)
-    if rule == "mask-any":
-        within = sequence_sum((~within).float(), lengths)[sequence_index(lengths)] == 0
-    return torch.where(within, ratios, 0.0)
 
 
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:

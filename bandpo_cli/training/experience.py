@@ -33,7 +33,8 @@ from bandpo_cli.models.packing import (
     rows_from_groups,
 )
 from bandpo_cli.objective.advantages import wrong_peers
-from bandpo_cli.objective.policy_objective import AGGREGATIONS, importance_weights
+from bandpo_cli.objective.importance_correction import importance_weights
+from bandpo_cli.objective.policy_objective import AGGREGATIONS
 from bandpo_cli.processes.ranks import Ranks, balanced_owners
 from bandpo_cli.types import Group
 

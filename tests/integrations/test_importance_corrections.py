@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bandpo_cli.config.run import ObjectiveConfig
-from bandpo_cli.objective.policy_objective import importance_weights
+from bandpo_cli.objective.importance_correction import importance_weights
 from tests.integrations.stand_ins import partial_package
 
 ANNOTATIONS = {

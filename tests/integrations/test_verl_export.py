@@ -24,7 +24,8 @@ from bandpo_cli.methods.loss import LossBatch, policy_loss
 from bandpo_cli.models.load import load_tokenizer
 from bandpo_cli.models.logprobs import linear_logprobs
 from bandpo_cli.objective.advantages import group_advantages, rloo_advantages, shaped_rewards
-from bandpo_cli.objective.policy_objective import AGGREGATIONS, importance_weights, k3, policy_objective
+from bandpo_cli.objective.importance_correction import importance_weights
+from bandpo_cli.objective.policy_objective import AGGREGATIONS, k3, policy_objective
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.training.optimizer import lr_factor
 from bandpo_cli.types import Message, Problem

@@ -13,7 +13,8 @@ from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.methods.band_and_clip import ClipSettings
 from bandpo_cli.methods.loss import IntervalLoss, LossBatch
-from bandpo_cli.objective.policy_objective import AGGREGATIONS, importance_weights, k3, policy_objective
+from bandpo_cli.objective.importance_correction import importance_weights
+from bandpo_cli.objective.policy_objective import AGGREGATIONS, k3, policy_objective
 
 log_prob, float32 = st.floats(-12.0, -1e-3), st.floats(-1e4, 0.0, width=32)
 advantage = st.just(0.0) | st.floats(0.01, 3.0) | st.floats(-3.0, -0.01)
