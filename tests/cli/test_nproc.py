@@ -8,6 +8,7 @@ from pathlib import Path
 import mlflow
 import pytest
 
+from bandpo_cli.metric_names import FLOPS
 from tests.cli.processes import count_lines, ranks_of, wait_until
 from tests.cli.train_runs import SMALL, file_contents, record, summary
 from tests.commands import Forked
@@ -161,4 +162,5 @@ def test_a_fork_on_two_ranks_is_nearly_the_run_of_one(six_steps, tmp_path):
     lines = record(folder)
     assert lines[:5] == record(six_steps)[:5]
     for line, expected in zip(lines, record(six_steps), strict=True):
-        assert line == pytest.approx(expected, abs=1e-4, rel=1e-4)
+        # A prompt whose completions two ranks have goes through the model twice.
+        assert line == pytest.approx(expected | {FLOPS: line[FLOPS]}, abs=1e-4, rel=1e-4)
