@@ -35,7 +35,7 @@ try:
     from bandpo_cli.cli.doctor import configs_app, doctor
     from bandpo_cli.cli.eval import eval_app
     from bandpo_cli.cli.export import export_app, import_app, sync
-    from bandpo_cli.cli.launch_ranks import prints_errors, record_error, silence_other_ranks
+    from bandpo_cli.cli.launch_and_watch_ranks import prints_errors, record_error, silence_other_ranks
     from bandpo_cli.cli.options import SETTINGS, command_group
     from bandpo_cli.cli.report import report
     from bandpo_cli.cli.runs import plot, runs, samples, show, view

@@ -17,11 +17,11 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.sampling import GradingConfig
 from bandpo_cli.grading.tools import ToolPool
 from bandpo_cli.models.load import load_policy, with_resolved_dtype
-from bandpo_cli.sampling import rollouts
+from bandpo_cli.sampling import conversations, rollouts
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, Turn, build_sampler
 from bandpo_cli.types import Completion, Message, Problem
@@ -88,10 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         grading = GradingConfig(workers=options.workers)
         with (
             closing(ToolPool(tools, grading, options.workers, options.conversations)) as pool,
-            mock.patch.object(rollouts, "read_message", return_value=message),
+            mock.patch.object(conversations, "read_message", return_value=message),
         ):
             pool.start()
-            talk = rollouts.Conversations(encoder, pool, options.turns, 100)
+            talk = conversations.Conversations(encoder, pool, options.turns, 100)
             begin = time.perf_counter()
             requests = [(problems, SampleRequest(prompts, seed))]
             (groups,) = rollouts.stream_completions(sampler, requests, params, 0, talk)

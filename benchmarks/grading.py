@@ -16,7 +16,7 @@ from pathlib import Path
 from hostile_answers import HOSTILE
 from shared import command_line
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.grading.answers import final_answer
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem

@@ -11,7 +11,7 @@ import time
 
 from shared import command_line
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.config.task import ReasoningGymTask
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.tasks.reasoning_gym import ReasoningGym, describe_generators, generate

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pandas
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.grading.answers import same_text
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.grading.quantities import equal, read_number

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from bandpo_cli.bounds.intervals import BoundsFunction, fixed_bounds
-from bandpo_cli.config.sampling import SamplingConfig
+from bandpo_cli.config.batch_and_sampling import SamplingConfig
 from bandpo_cli.config.task import TaskSettings
 from bandpo_cli.methods import METHODS, MethodEntry
 from bandpo_cli.methods.settings import MethodSettings

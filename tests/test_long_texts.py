@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.config.task import Fields
 from bandpo_cli.errors import UserError, nearest, one_line
 from bandpo_cli.grading.answers import (

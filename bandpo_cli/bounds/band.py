@@ -18,7 +18,7 @@ from bandpo_cli.bounds.arrays import (
     no_grad_no_warnings,
     output_dtype,
 )
-from bandpo_cli.bounds.divergences import MIN_TOKENS_FOR_TABLE, Divergence, find_divergence
+from bandpo_cli.bounds.divergences_and_closed_forms import MIN_TOKENS_FOR_TABLE, Divergence, find_divergence
 from bandpo_cli.bounds.solver import RootFinder
 from bandpo_cli.errors import ConfigError
 

@@ -110,7 +110,7 @@ def evaluate(
         return None
     # The imports create 175,000 objects and hardly any garbage; Python's threshold of 700 costs 0.35 s.
     gc.set_threshold(50_000, 10, 10)
-    from bandpo_cli.cli.launch_ranks import launch
+    from bandpo_cli.cli.launch_and_watch_ranks import launch
     from bandpo_cli.config.layers import nest, read_assignments, read_config
     from bandpo_cli.experiments import evaluate as run_evaluation
     from bandpo_cli.experiments.eval_plan import MAX_K, plan_evaluation, plan_evaluation_resume

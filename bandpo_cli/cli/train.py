@@ -68,7 +68,7 @@ def train(
         probe: Sample 32 problems with the untrained model, print what can be learned from them and what to change, and
             stop.
     """
-    from bandpo_cli.cli.launch_ranks import launch
+    from bandpo_cli.cli.launch_and_watch_ranks import launch
     from bandpo_cli.config.layers import nest, read_assignments, read_config, resolve
     from bandpo_cli.experiments.plan import locked_resume, plan_fork, plan_training
     from bandpo_cli.experiments.preflight import new_run_layers

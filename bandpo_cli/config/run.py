@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from bandpo_cli.config.sampling import EvaluationConfig, GradingConfig, RewardConfig, SamplingConfig
+from bandpo_cli.config.batch_and_sampling import EvaluationConfig, GradingConfig, RewardConfig, SamplingConfig
 from bandpo_cli.config.task import AsList, CountdownTask, TaskSettings
 from bandpo_cli.errors import ConfigError, has_secret, plural
 from bandpo_cli.methods.band_and_clip import BandSettings

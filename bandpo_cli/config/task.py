@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from bandpo_cli.config.sampling import (
+from bandpo_cli.config.batch_and_sampling import (
     AnswerGraderName,
     Label,
     RewardComponent,

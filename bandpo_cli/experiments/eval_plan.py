@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+from bandpo_cli.config.batch_and_sampling import check_engine, default_k
 from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, with_values
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.sampling import check_engine, default_k
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, task_from_arguments
 from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError, UserError, nearest, plural

@@ -13,9 +13,9 @@ from heapq import nlargest
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from bandpo_cli.config.batch_and_sampling import engine_cards, resolve_engine
 from bandpo_cli.config.layers import read_assignments, resolve, with_values
 from bandpo_cli.config.run import RunConfig, dtype_on
-from bandpo_cli.config.sampling import engine_cards, resolve_engine
 from bandpo_cli.errors import EngineMemoryError, RunError, UserError, find_out_of_memory, first_line
 from bandpo_cli.processes.ranks import Ranks, local_rank_count, rank_count, ranks_from_environment
 from bandpo_cli.registries import ENGINES

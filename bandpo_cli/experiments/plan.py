@@ -16,6 +16,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from bandpo_cli.config.batch_and_sampling import is_installed
 from bandpo_cli.config.layers import (
     Layer,
     changes_text,
@@ -27,7 +28,6 @@ from bandpo_cli.config.layers import (
     with_values,
 )
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig, check_ranks
-from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import changed_code, code_from
 from bandpo_cli.errors import ConfigError, UserError, plural

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from bandpo_cli.callbacks import Callback, TrainCallback
+from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent, check_engine
 from bandpo_cli.config.layers import Layer, read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig, dtype_on
-from bandpo_cli.config.sampling import GradingConfig, RewardComponent, check_engine
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import add_code_folder, load_setting
 from bandpo_cli.errors import ConfigError, UserError, definition_location, nearest, plural

@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport
+from bandpo_cli.config.batch_and_sampling import resolve_engine
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import exits_as_errors, keep_code
 from bandpo_cli.errors import RunError, UserError, redact_credentials, warn_on_failure

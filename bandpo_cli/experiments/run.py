@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
+from bandpo_cli.config.batch_and_sampling import use_expandable_segments
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.sampling import use_expandable_segments
 from bandpo_cli.custom_code import exits_as_errors, user_code
 from bandpo_cli.errors import GraderFailedError, closed_at_end
 from bandpo_cli.experiments.memory_check import check_memory, out_of_memory_errors

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.errors import plural
 from bandpo_cli.grading.quantities import (
     DISPLAY_COMMANDS,

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from bandpo_cli.config.sampling import GradingConfig, RewardComponent
+from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent
 from bandpo_cli.errors import ConfigError, GraderFailedError, RunError, one_line, plural
 from bandpo_cli.grading.signatures import answer_of
 from bandpo_cli.grading.workers import Failure, GraderArguments, GraderWorkers, default_workers

@@ -35,7 +35,7 @@ from bandpo_cli.grading.workers import Job, WorkerPool, default_workers
 from bandpo_cli.types import Message, Problem, derive_seed
 
 if TYPE_CHECKING:
-    from bandpo_cli.config.sampling import GradingConfig
+    from bandpo_cli.config.batch_and_sampling import GradingConfig
 
 KEPT_ENVIRONMENTS = 4096
 """Environments that a worker keeps; those that were used last."""
@@ -120,7 +120,7 @@ def first_messages(
 @functools.cache
 def tool_schemas(tools: tuple[str, ...], of_environment: bool) -> list[dict[str, Any]]:
     """Return the schemas of tools or of an environment, which a worker makes; raise ConfigError if that fails."""
-    from bandpo_cli.config.sampling import GradingConfig
+    from bandpo_cli.config.batch_and_sampling import GradingConfig
 
     pool_type = EnvironmentPool if of_environment else ToolPool
     with closing(pool_type(tools, GradingConfig(), 1, 1, f"{pool_type.load}_schemas")) as pool:

@@ -41,7 +41,7 @@ from bandpo_cli.storage.run_record import usable_cores
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
 
 if TYPE_CHECKING:  # a worker, which imports this module, does without pydantic
-    from bandpo_cli.config.sampling import GradingConfig
+    from bandpo_cli.config.batch_and_sampling import GradingConfig
 
 IMPORT_TIMEOUT_S = 600.0
 """Seconds after which a worker that has not imported its function counts as failed."""

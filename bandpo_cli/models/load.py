@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils.logging import disable_progress_bar
 
+from bandpo_cli.config.batch_and_sampling import resolve_engine
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig, dtype_on, with_dtype
-from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
 from bandpo_cli.models import lora, model_files
 from bandpo_cli.models.logprobs import check_packed_forward

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from bandpo_cli.config.batch_and_sampling import resolve_engine
 from bandpo_cli.config.run import ModelConfig, RunConfig, with_dtype
-from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.load import meta_model, read_config, resolved_dtype, uses_gradient_checkpointing
 from bandpo_cli.models.logprobs import TILE_BYTES

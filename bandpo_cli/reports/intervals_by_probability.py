@@ -17,7 +17,7 @@ import numpy as np
 
 from bandpo_cli.bounds import RatioBounds, band_bounds
 from bandpo_cli.bounds.band import saturation
-from bandpo_cli.bounds.divergences import find_divergence
+from bandpo_cli.bounds.divergences_and_closed_forms import find_divergence
 from bandpo_cli.errors import UserError
 from bandpo_cli.methods.settings import CustomSettings, TrustRegionSettings, bounded_methods
 

@@ -24,8 +24,8 @@ from typing import IO, Any
 import torch
 from transformers import PreTrainedModel
 
+from bandpo_cli.config.batch_and_sampling import engine_cards, resolve_engine
 from bandpo_cli.config.run import ModelConfig, RunConfig
-from bandpo_cli.config.sampling import engine_cards, resolve_engine
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import checkpoint_weights

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from bandpo_cli.config.batch_and_sampling import SamplingConfig
 from bandpo_cli.config.run import ModelConfig, RunConfig
-from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.errors import EngineMemoryError, RunError, UserError, find_out_of_memory, first_line
 from bandpo_cli.models.load import load_policy
 from bandpo_cli.sampling.sampler import (

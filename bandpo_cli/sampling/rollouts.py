@@ -9,8 +9,8 @@ from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
+from bandpo_cli.config.batch_and_sampling import RewardConfig, resolve_engine
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.sampling import RewardConfig, resolve_engine
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.load import Policy, is_on_cuda, load_policy, read_config
 from bandpo_cli.objective.advantages import shaped_rewards

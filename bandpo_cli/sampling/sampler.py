@@ -18,8 +18,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from bandpo_cli.config.batch_and_sampling import SamplingConfig, check_engine, is_installed, resolve_engine
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.sampling import SamplingConfig, check_engine, is_installed, resolve_engine
 from bandpo_cli.errors import RunError, first_line
 from bandpo_cli.models.attention import growing_cache
 from bandpo_cli.models.load import Policy

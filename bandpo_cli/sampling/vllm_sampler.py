@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bandpo_cli.config.sampling import SamplingConfig
+from bandpo_cli.config.batch_and_sampling import SamplingConfig
 from bandpo_cli.errors import RunError, UserError, find_out_of_memory, warn_on_failure
 from bandpo_cli.models.load import Policy, release_cached_memory
 from bandpo_cli.models.weights import checkpoint_weights

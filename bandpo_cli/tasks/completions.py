@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, FiniteFloat, ValidationError
 
-from bandpo_cli.config.sampling import Label
+from bandpo_cli.config.batch_and_sampling import Label
 from bandpo_cli.config.task import Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import is_custom_grader

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from bandpo_cli.config.sampling import is_installed
+from bandpo_cli.config.batch_and_sampling import is_installed
 from bandpo_cli.custom_code import load_setting
 from bandpo_cli.errors import ConfigError, UserError, definition_location
 from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, heldout_mean

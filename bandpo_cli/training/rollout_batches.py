@@ -28,8 +28,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
+from bandpo_cli.config.batch_and_sampling import RewardConfig
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.sampling import RewardConfig
 from bandpo_cli.errors import warn_on_failure
 from bandpo_cli.evaluation.evaluate import background_grading, chunks
 from bandpo_cli.grading.pool import graded_by, training_grader

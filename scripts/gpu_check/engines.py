@@ -86,7 +86,7 @@ def _vllm_settings(work: Work) -> dict[str, Any]:
     """Return the settings of sampling with vLLM. Raise Skipped where it is not installed."""
     if is_missing("vllm"):
         raise Skipped("vllm is not installed")
-    from bandpo_cli.config.sampling import VllmConfig
+    from bandpo_cli.config.batch_and_sampling import VllmConfig
 
     settings = {"memory_fraction": MEMORY_FRACTION} if work.on_gpu else {"kv_cache_gb": 0.1, "eager": True}
     return {"engine": "vllm", "vllm": VllmConfig(**settings)}

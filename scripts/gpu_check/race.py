@@ -90,7 +90,7 @@ class Lane:
 
 def run_bandpo(work: Work, shape: str, lane: Lane, blocks: int) -> None:
     """Train the blocks with bandpo."""
-    from bandpo_cli.config.sampling import VllmConfig
+    from bandpo_cli.config.batch_and_sampling import VllmConfig
 
     last, on_cpu = STEPS * blocks, {"kv_cache_gb": 0.1, "eager": True}
     vllm = VllmConfig(**{"memory_fraction": MEMORY_FRACTION, "sleep": True} if work.on_gpu else on_cpu)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bandpo_cli.bounds import band_bounds
 from bandpo_cli.bounds.band import saturation
-from bandpo_cli.bounds.divergences import find_divergence
+from bandpo_cli.bounds.divergences_and_closed_forms import find_divergence
 from bandpo_cli.registries import DIVERGENCES
 from tests.bounds.oracle import CHECK_VALUES, oracle, rounding_change
 

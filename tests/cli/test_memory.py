@@ -181,7 +181,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
-    monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
+    monkeypatch.setattr("bandpo_cli.config.batch_and_sampling.is_installed", lambda package: True)
     return sizes
 
 

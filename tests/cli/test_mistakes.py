@@ -8,8 +8,8 @@ import pytest
 
 from bandpo_cli.cli.sweep import SweepView
 from bandpo_cli.config import describe_config, shipped_configs
+from bandpo_cli.config.batch_and_sampling import is_installed
 from bandpo_cli.config.layers import flatten, read_config, resolve
-from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.band_and_clip import BandSettings, ClipSettings

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from bandpo_cli.config.batch_and_sampling import engine_cards
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.sampling import engine_cards
 from bandpo_cli.models.memory_estimate import GIB, Device, MemoryEstimate, estimate_memory
 from tests.config.shapes import config_on_disk
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.evaluation.evaluate import MAX_UNGRADED_BATCHES, Batch, regrade_batches, sample_batches
 from bandpo_cli.grading.pool import GraderPool

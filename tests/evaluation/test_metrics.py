@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bandpo_cli.config.sampling import EvaluationConfig
+from bandpo_cli.config.batch_and_sampling import EvaluationConfig
 from bandpo_cli.evaluation.scores import pass_at_k
 
 

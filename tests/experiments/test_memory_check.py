@@ -17,9 +17,9 @@ from unittest import mock
 import pytest
 import torch
 
+from bandpo_cli.config.batch_and_sampling import use_expandable_segments
 from bandpo_cli.config.layers import read_assignments, read_layer, resolve, with_values
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.sampling import use_expandable_segments
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import memory_check, resume, train
 from bandpo_cli.experiments.memory_check import GIB, check_memory, memory_of_task, memory_report
@@ -57,7 +57,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: [int(1e9 * gb) for gb in gpus[card][::-1]])
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
-    monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
+    monkeypatch.setattr("bandpo_cli.config.batch_and_sampling.is_installed", lambda package: True)
     return gpus
 
 
@@ -265,7 +265,7 @@ ROW = re.compile(r"\| (\S+)(, LoRA of rank 16)? \| (\d) × (\d+) GB \| (\S+) GiB
 @pytest.mark.slow
 def test_the_table_of_performance_md_is_the_estimate(tmp_path, monkeypatch):
     """`--task gsm8k` with vLLM and no other setting, on GPUs of so many 10⁹ bytes."""
-    monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
+    monkeypatch.setattr("bandpo_cli.config.batch_and_sampling.is_installed", lambda package: True)
     rows = ROW.findall(DOCUMENT.read_text("utf-8"))
     sizes = {"0.5B": 0.494e9, "1.5B": 1.544e9, "3B": 3.086e9, "7B": 7.616e9}
     parameters = {f"Qwen2.5-{name}": number for name, number in sizes.items()}

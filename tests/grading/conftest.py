@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.grading.pool import GraderPool
 
 

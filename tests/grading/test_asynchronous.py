@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading import workers
 from bandpo_cli.grading.pool import FAILURE_ADVICE, GraderPool, check_grader, failure_warnings

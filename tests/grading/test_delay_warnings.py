@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.grading import pool as pool_module
 from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.types import CORRECT, Grade, Problem

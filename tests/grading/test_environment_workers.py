@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, first_messages
 from bandpo_cli.types import Message, Problem

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading import calls_and_retries
 from bandpo_cli.grading import pool as pool_module
@@ -206,7 +206,7 @@ def test_workers_persist_between_calls_until_close_and_import_little(pool: Grade
 
 PARENT = """
 import sys, time
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem
 print("imported", flush=True)

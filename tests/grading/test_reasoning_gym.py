@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import sympy
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.grading.answers import MAX_TAGGED_CHARS, tagged_answer, voted_answer
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import CORRECT, MALFORMED, Grade, Problem

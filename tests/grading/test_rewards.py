@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from bandpo_cli.config.sampling import RewardComponent
+from bandpo_cli.config.batch_and_sampling import RewardComponent
 from bandpo_cli.errors import GraderFailedError, RunError
 from bandpo_cli.grading.pool import check_not_all_failed, training_grader, weighted_grade
 from bandpo_cli.types import (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.pool import GraderPool, check_grader, failure_warnings
 from bandpo_cli.grading.signatures import BatchGrader, answer_of, load_grader

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.grading.tools import ToolPool
 from bandpo_cli.grading.workers import GraderWorkers
 from bandpo_cli.processes import watch

@@ -5,7 +5,7 @@ r"""Graders of verl: verdicts computed by hand from the rules of `math_dapo.py` 
 
 import pytest
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.grading.answers import voted_answer
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.registries import GRADERS, load_attribute

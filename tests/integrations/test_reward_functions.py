@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.grading.signatures import answer_of, load_grader

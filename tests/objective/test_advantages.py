@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 
+from bandpo_cli.config.batch_and_sampling import RewardConfig
 from bandpo_cli.config.run import ObjectiveConfig
-from bandpo_cli.config.sampling import RewardConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.objective.advantages import (
     STD_EPS,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bandpo_cli.config.sampling import SamplingConfig
+from bandpo_cli.config.batch_and_sampling import SamplingConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.processes import watch
 from bandpo_cli.registries import ENGINES, EngineEntry

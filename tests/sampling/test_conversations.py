@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading import tools
 from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, first_messages, tool_schemas
-from bandpo_cli.sampling.conversations import Conversations, parse_calls
+from bandpo_cli.sampling.conversations import Conversations
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.sampling.rollouts import decode_completions, stream_completions, with_turns
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, TransformersSampler
+from bandpo_cli.sampling.tool_calls import parse_calls
 from bandpo_cli.types import Completion, Message, Problem
 from tests.text_model import END, TEMPLATE, save_text_model
 

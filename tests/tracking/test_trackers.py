@@ -207,7 +207,7 @@ def test_a_tracker_that_cannot_be_used_is_one_line(folder, monkeypatch, name, me
 
 
 def test_a_folder_is_not_an_installed_package(folder, monkeypatch):
-    from bandpo_cli.config.sampling import is_installed
+    from bandpo_cli.config.batch_and_sampling import is_installed
 
     Path("no_such_package").mkdir()
     monkeypatch.syspath_prepend(str(Path.cwd()))

@@ -16,8 +16,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from bandpo_cli.__main__ import main
-from bandpo_cli.cli import launch_ranks as launcher
-from bandpo_cli.cli.launch_ranks import (
+from bandpo_cli.cli import launch_and_watch_ranks as launcher
+from bandpo_cli.cli.launch_and_watch_ranks import (
     RankError,
     first_failure,
     launch,
@@ -40,7 +40,7 @@ import os, signal, sys, time
 from pathlib import Path
 from bandpo_cli.cli.signals import handle_forwarded_signals
 from bandpo_cli.errors import LostRankError, RunError, UserError
-from bandpo_cli.cli.launch_ranks import record_error, silence_other_ranks
+from bandpo_cli.cli.launch_and_watch_ranks import record_error, silence_other_ranks
 
 rank = os.environ["RANK"]
 silence_other_ranks()
