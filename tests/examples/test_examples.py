@@ -15,6 +15,7 @@ from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.layers import read_config, resolve
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable
 from bandpo_cli.grading.tools import tool_schemas
+from bandpo_cli.metric_names import FLOPS
 from examples import calculator, custom_grader, grpo_loop, guess_number, python_api, sums
 from tests.cli.eval_command import bandpo, succeed
 from tests.cli.train_runs import SMALL, record
@@ -147,7 +148,8 @@ def test_custom_code_beside_a_config_file_is_resumed_elsewhere_and_runs_on_two_r
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
     for ours, theirs in zip(record(runs / "ranks"), record(runs / "complete"), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+        # A prompt whose completions two ranks have goes through the model twice.
+        assert ours == pytest.approx(theirs | {FLOPS: ours[FLOPS]}, rel=1e-3, abs=1e-5)
 
 
 def test_the_example_for_verl_exports_both_variants(tmp_path):
