@@ -334,7 +334,7 @@ def test_the_setting_selects_the_engine_and_a_slow_one_on_a_gpu_is_warned_about(
     advice: str,
 ) -> None:
     caplog.set_level(logging.WARNING, "bandpo_cli")
-    for module in ("config.sampling", "sampling.sampler"):
+    for module in ("config.batch_and_sampling", "sampling.sampler"):
         monkeypatch.setattr(f"bandpo_cli.{module}.is_installed", lambda name: name != "vllm" or installed)
     config = RunConfig.model_validate({"sampling": {"engine": choice}})
     assert type(build_sampler(config, policy_on(device))) is kind
