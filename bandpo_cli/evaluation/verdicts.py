@@ -102,10 +102,16 @@ def conclude(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values adjusted by Holm's method: at most α for a false rejection with probability at most α."""
-    from statsmodels.stats.multitest import multipletests
+    """Return the p-values adjusted by Holm's method (1979).
 
-    return [float(p) for p in multipletests(p_values, method="holm")[1]] if p_values else []
+    Rejecting the hypotheses whose adjusted p-value is at most α makes at least one false rejection with probability
+    at most α. (`multipletests` of statsmodels collects the garbage of the process at each call: 0.1 s.)
+    """
+    p = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(p, kind="stable")
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
+    return [float(value) for value in adjusted]
 
 
 def smallest_effect(n: int, alpha: float = ALPHA, power: float = POWER, sides: int = 2) -> float:

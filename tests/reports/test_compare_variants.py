@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from statsmodels.stats.multitest import multipletests
 
 from bandpo_cli.evaluation.verdicts import holm
 from bandpo_cli.reports.compare_variants import estimate, interval_band, paired_test
@@ -88,6 +89,12 @@ def test_holm_agrees_with_the_step_down_procedure(p_values, alpha):
             break
         rejected.add(index)
     assert {index for index, p in enumerate(holm(p_values)) if p <= alpha} == rejected
+
+
+def test_holm_agrees_with_statsmodels():
+    p_values = [0.04, 0.01, 0.03, 0.005, 0.04, 0.9]
+    assert holm(p_values) == pytest.approx(multipletests(p_values, method="holm")[1].tolist(), rel=1e-12)
+    assert holm([]) == []
 
 
 def test_band_is_the_interval_of_three_runs_the_range_of_two_and_none_of_one():
