@@ -171,7 +171,10 @@ class ClipCovSettings(IntervalSettings):
 
     def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return `kept`: 0 for up to share·N tokens (at least one) with a covariance in the range, 1 for the others."""
-        covariance = token_covariance(old_logprobs, advantages)
+        return {"kept": self.choose(token_covariance(old_logprobs, advantages))}
+
+    def choose(self, covariance: Tensor) -> Tensor:
+        """Return the column `kept` for the covariance of each token of the update, [N]."""
         xp, kept = namespace(covariance), covariance.new_ones(len(covariance))
         in_range = (covariance > self.cov_low) & (covariance < self.cov_high)
         candidates = in_range.nonzero().squeeze(1)
@@ -179,7 +182,7 @@ class ClipCovSettings(IntervalSettings):
         generator = xp.Generator().manual_seed(len(covariance))
         order = xp.randperm(len(candidates), generator=generator)[:number]
         kept[candidates[order.to(candidates.device)]] = 0.0
-        return {"kept": kept}
+        return kept
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         """Return PPO's clipped loss, without gradient for some tokens whose covariance is in (cov_low, cov_high).
@@ -210,10 +213,13 @@ class KlCovSettings(MethodSettings):
 
     def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return `penalized`: 1 for the share·N tokens, at least one, with the highest covariance, 0 for the others."""
-        covariance = token_covariance(old_logprobs, advantages)
+        return {"penalized": self.choose(token_covariance(old_logprobs, advantages))}
+
+    def choose(self, covariance: Tensor) -> Tensor:
+        """Return the column `penalized` for the covariance of each token of the update, [N]."""
         penalized = covariance.new_zeros(len(covariance))
         penalized[covariance.topk(max(int(self.share * len(covariance)), 1)).indices] = 1.0
-        return {"penalized": penalized}
+        return penalized
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         """Return −r·a, plus kl_coef·|log r| for the share of tokens with the highest covariance."""

@@ -102,7 +102,10 @@ def test_verl_kl_cov(share, spread, verl_losses):
         batch = random_batch(seed, SPREADS[spread])
         covariance = token_covariance(batch.new[batch.mask], batch.advantages[batch.mask])
         found = ours(
-            batch, settings, "token-mean", columns=lambda loss, by=covariance: {"penalized": loss.choose(by)}
+            batch,
+            settings,
+            "token-mean",
+            columns=lambda loss, by=covariance: {"penalized": loss.settings.choose(by)},
         ).outputs
         reference = verl_reference(verl_losses["kl_cov"], batch, "token-mean", **config)
         compare(f"verl kl_cov, share {share:g}, {spread}", found, batch, reference)
@@ -122,7 +125,10 @@ def test_verl_clip_cov(eps, spread, verl_losses):
         clipped = torch.where(advantages > 0, ratios > 1 + eps[1], (ratios < 1 - eps[0]) & (advantages < 0))
         covariance = token_covariance(new, advantages).masked_fill(clipped, -torch.inf)
         found = ours(
-            batch, settings, "token-mean", columns=lambda loss, by=covariance: {"kept": loss.choose(by)}
+            batch,
+            settings,
+            "token-mean",
+            columns=lambda loss, by=covariance: {"kept": loss.settings.choose(by)},
         ).outputs
         assert (found.gradient_weights == 0).any()
         reference = verl_reference(verl_losses["clip_cov"], batch, "token-mean", **config)
