@@ -21,11 +21,9 @@ SCORE = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+|n)")
 HELDOUT_ACCURACY = re.compile(r"eval/.+/mean_at_(\d+|n)")
 HELDOUT_REWARD = re.compile(r"eval/.+/reward")
 
-SAMPLED_TOKENS, TRAINED_TOKENS, FLOPS = (
-    "compute/sampled_tokens",
-    "compute/trained_tokens",
-    "compute/flops",
-)
+SAMPLED_TOKENS = "compute/sampled_tokens"
+TRAINED_TOKENS = "compute/trained_tokens"
+FLOPS = "compute/flops"
 TOTAL_SECONDS = "time/total"
 TOTALS = (SAMPLED_TOKENS, TRAINED_TOKENS, FLOPS, TOTAL_SECONDS)
 """Cumulative metrics: what a run has taken up to the end of a step, evaluations and checkpoints not included."""

@@ -23,7 +23,7 @@ from bandpo_cli.reports.run_variants import (
 )
 
 _SENTENCES = (
-    "The policy {model.path} ({model.dtype}) was trained for {steps} steps",
+    "The policy was the model {model.path} ({model.dtype}), trained for {steps} steps",
     "The runs continued the checkpoint {fork}",
     "LoRA adapters had rank {model.lora.rank}",
     "The task was {task}",

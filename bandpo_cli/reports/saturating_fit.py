@@ -47,10 +47,9 @@ class FittedParameter:
 
     def text(self, pattern: str) -> str:
         """Return the value and its interval in a format, such as `0.601 (0.588 – 0.612)`."""
-        interval = (
-            f" ({self.low:{pattern}} – {self.high:{pattern}})" if self.low <= self.high else ""
-        )  # no NaN
-        return f"{self.value:{pattern}}{interval}"
+        if np.isnan(self.low):
+            return f"{self.value:{pattern}}"
+        return f"{self.value:{pattern}} ({self.low:{pattern}} – {self.high:{pattern}})"
 
 
 @dataclass(frozen=True)

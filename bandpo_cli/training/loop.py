@@ -40,7 +40,7 @@ from bandpo_cli.training.metrics import (
     token_values,
     update_metrics,
 )
-from bandpo_cli.training.performance import PackedWork, RunTotals, StepTimer
+from bandpo_cli.training.performance import PackedWork, RunTotals, StepTimer, computes_prompts_once
 from bandpo_cli.training.rollout_batches import RolloutBatches
 from bandpo_cli.training.update import handle_bad_update, update_policy
 from bandpo_cli.types import Group, Rollout
@@ -75,11 +75,8 @@ def train(
     """
     policy, optimizer, is_main = components.policy, components.optimizer, components.ranks.is_main
     reference = None if components.reference is None else components.reference.model
-    # A vLLM engine keeps prompts and turns if it is told to; the trainer's own model computes each request anew.
-    prompt_once = (
-        config.sampling.vllm.prefix_caching if components.sampler.streams else not config.task.functions
-    )
     totals = RunTotals(components.ranks.on_main(folder.read_metrics))
+    prompt_once = computes_prompts_once(config, components.sampler)
     with (
         CheckpointWriter(config, components, folder) as writer,
         PackedWork(policy.model, components.ranks, reference, prompt_once) as work,

@@ -32,6 +32,8 @@ from bandpo_cli.processes.watch import Wait
 from bandpo_cli.types import Group
 
 if TYPE_CHECKING:
+    from bandpo_cli.config.run import RunConfig
+    from bandpo_cli.sampling.sampler import Sampler
     from bandpo_cli.training.experience import Experience
     from bandpo_cli.training.rollout_batches import SampledGroups
 
@@ -110,6 +112,15 @@ class RunTotals:
         """Add what a step, or a part of it, has taken; return the totals."""
         self._totals = {name: total + taken.get(name, 0) for name, total in self._totals.items()}
         return {**self._totals}
+
+
+def computes_prompts_once(config: RunConfig, sampler: Sampler) -> bool:
+    """Return whether a prompt is computed once for its completions, and each turn once; see `sampling_rows`.
+
+    vLLM caches prompts and turns with `sampling.vllm.prefix_caching`. The transformers engine computes a prompt once,
+    but has no cache between the turns of a conversation.
+    """
+    return config.sampling.vllm.prefix_caching if sampler.streams else not config.task.functions
 
 
 def sampling_rows(groups: Iterable[Group], prompt_once: bool) -> Iterator[tuple[int, ...]]:
