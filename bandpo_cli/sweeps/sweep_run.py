@@ -192,7 +192,7 @@ SweepEvents = Dispatcher[SweepInfo, States, SweepResult]
 
 
 def sweep(
-    plan: SweepPlan | SweepConfig | str,
+    plan: SweepPlan | SweepConfig | Mapping[str, Any] | str,
     *,
     executor: Executor | None = None,
     runs_dir: Path | str = "runs",
@@ -216,6 +216,8 @@ def sweep(
         KeyboardInterrupt, SystemExit: after the running processes have been stopped; the sweep can be resumed.
     """
     runs_dir, executor = Path(runs_dir), executor or Executor()
+    if isinstance(plan, Mapping):
+        plan = SweepConfig(**plan)
     if isinstance(plan, SweepConfig):
         plan = plan_from_config(plan, [], runs_dir)
     if isinstance(plan, str):
