@@ -9,6 +9,7 @@ valid name.
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +46,19 @@ every setting; or a list of these, in which later ones win."""
 
 def as_layers(settings: Settings) -> list[Layer]:
     """Return settings as nested layers. Raises ConfigError if they are anything else."""
-    layers: Any = settings if isinstance(settings, list | tuple) else [settings]
-    for layer in layers:
-        if not isinstance(layer, Mapping | RunConfig):
+    layers: list[Layer] = []
+    for given in settings if isinstance(settings, list | tuple) else [settings]:
+        layer: Any = given.model_dump(mode="json") if isinstance(given, RunConfig) else given
+        if not isinstance(layer, Mapping):
             known = ", ".join(RunConfig.model_fields)
             raise ConfigError(f"{layer!r:.80}: expected settings as a dictionary, with keys among {known}")
-    return [_as_layer(layer) for layer in layers]
-
-
-def _as_layer(settings: Layer | RunConfig) -> Layer:
-    if isinstance(settings, RunConfig):
-        return settings.model_dump(mode="json")
-    if isinstance(settings, FileLayer):
-        return settings
-    layer: dict[str, Any] = {}
-    for key, value in settings.items():
-        section = value.model_dump(mode="json") if isinstance(value, Section) else value
-        layer = merge(layer, nest({str(key): section}))
-    return layer
+        if not isinstance(layer, FileLayer):
+            sections = {
+                str(k): v.model_dump(mode="json") if isinstance(v, Section) else v for k, v in layer.items()
+            }
+            layer = reduce(merge, (nest({key: value}) for key, value in sections.items()), dict[str, Any]())
+        layers.append(layer)
+    return layers
 
 
 def resolve(settings: Settings) -> RunConfig:

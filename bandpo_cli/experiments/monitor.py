@@ -63,6 +63,7 @@ class StepMonitor:
         self._config, self._recent = config, deque(records, maxlen=config.stop.steps)
         self._without_gradient, self._warned_of_calls = 0, False
         self.requested: str | None = None
+        self.reason: str | None = None
 
     def add(self, report: StepReport) -> list[str]:
         """Add a step, and return the warnings about it, one line each; those that give advice come once."""
@@ -93,14 +94,10 @@ class StepMonitor:
             if count == -(-steps // 2) < steps
         ]
 
-    @property
-    def stop_reason(self) -> str | None:
-        """The criterion, see the function `stop_reason`, or the reason of a callback to end the run here."""
-        return stop_reason(self._config, self._recent) or self.requested
-
     def is_over(self) -> bool:
-        """Return whether the run is to end now, by a criterion or a request."""
-        return self.stop_reason is not None or (self._stop_requested is not None and self._stop_requested())
+        """Return whether the run is to end now: by a criterion or a callback, which sets `reason`, or by a request."""
+        self.reason = stop_reason(self._config, self._recent) or self.requested
+        return self.reason is not None or (self._stop_requested is not None and self._stop_requested())
 
 
 def stop_reason(config: RunConfig, records: Sequence[Record]) -> str | None:

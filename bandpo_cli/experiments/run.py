@@ -239,7 +239,7 @@ def train_steps(
             steps.throw(error)  # an error of a callback; the loop may be writing a checkpoint
             raise
         # Only rank 0 knows the criteria, and a callback of another rank may have ended the run.
-        reasons = components.ranks.gather(monitor.stop_reason if last < config.steps else None)
+        reasons = components.ranks.gather(monitor.reason)
     reason = next(filter(None, reasons), None)
     if reason is not None and is_main:
         log.warning("the run ends after step %d of %d: %s", last, config.steps, reason)

@@ -329,7 +329,9 @@ def _send_to_trackers(
     if error is not None:
         status = "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
     trackers = [] if mlflow is None else [("MLflow", "the sweep's end")]
-    trackers += [(name, "the report of the sweep") for name in config.other_trackers if error is None]
+    trackers += [
+        (name, "the report of the sweep") for name in config.names if name != MLFLOW and error is None
+    ]
     for name, what in trackers:
         try:
             sender = mlflow if mlflow is not None and name == "MLflow" else RunSender(name, folder.path)

@@ -50,7 +50,7 @@ def test_consecutive_steps_beyond_a_limit_are_counted(limit, values, count):
         monitor = StepMonitor(config, records[:-1])
         warnings = monitor.add(StepReport(len(records), records[-1], None))
         reason = stop_reason(config, records)
-        assert (monitor.stop_reason is None) == (reason is None)
+        assert (monitor.is_over(), monitor.reason is None) == (reason is not None, reason is None)
         assert (reason is not None) == (count >= steps)
         assert len(warnings) == (count < steps and count in (steps / 2, (steps + 1) / 2))
         for line in filter(None, [reason, *warnings]):
