@@ -324,7 +324,7 @@ def takes_settings(function: Callable[..., Any]) -> Callable[..., Any]:
     panels: dict[str, list[inspect.Parameter]] = {key: [] for key in _PANELS}
     groups: dict[str, list[Flag]] = {}
     for name, parameter in inspect.signature(documented(function)).parameters.items():
-        flags = getattr(parameter.annotation, "__metadata__", (None,))[0]
+        flags: Any = getattr(parameter.annotation, "__metadata__", (None,))[0]
         if isinstance(flags, tuple):
             groups[name] = [flag for flag in flags if command != "sweep" or flag.sweep != "no flag"]
             for flag in groups[name]:
