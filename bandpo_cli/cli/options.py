@@ -147,10 +147,7 @@ _PANELS: dict[str, tuple[str, ...]] = {
 """The panels of the help and their settings, sections of settings and parameters, in the order of docs/settings.md."""
 
 
-def _panel(name: str) -> str:
-    """Return the panel of a setting or of a parameter; `Options` without another one."""
-    names = name, name.partition(".")[0]
-    return next((panel for key in names for panel, keys in _PANELS.items() if key in keys), "Options")
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names}
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +184,6 @@ class Flag:
         several = self.sweep == "several values"
         kind: Any = str if several else self.kind
         more = {"metavar": self.metavar, "default": self.default, "help": self.help, **self.more}
-        more["rich_help_panel"] = _panel(self.setting)
         if several and command == "sweep":
             initial = (self.metavar or "VALUE")[0]
             more |= {"metavar": f"{initial},{initial}", "default": None}
@@ -327,12 +323,14 @@ def takes_settings(function: Callable[..., Any]) -> Callable[..., Any]:
         flags: Any = getattr(parameter.annotation, "__metadata__", (None,))[0]
         if isinstance(flags, tuple):
             groups[name] = [flag for flag in flags if command != "sweep" or flag.sweep != "no flag"]
-            for flag in groups[name]:
-                panels[_panel(flag.setting)].append(flag.option(command))
+            options = {flag.setting: flag.option(command) for flag in groups[name]}
         else:
-            if (panel := _panel(name)) != "Options":  # other commands share the options of that panel
-                flags.rich_help_panel = panel
-            panels[panel].append(parameter)
+            options = {name: parameter}
+        for key, item in options.items():
+            panel = _PANEL_OF.get(key) or _PANEL_OF.get(key.partition(".")[0], "Options")
+            if panel != "Options":  # other commands share the options of this panel
+                item.annotation.__metadata__[0].rich_help_panel = panel
+            panels[panel].append(item)
     parameters = [parameter for panel in panels.values() for parameter in panel]
 
     @functools.wraps(function)
