@@ -67,7 +67,7 @@ class AppliedUpdates:
         """Return the updates with their tensors in memory of the host; a GPU is waited for once."""
         trained, skipped = ([item.on_host() for item in items] for items in (self.trained, self.skipped))
         forwards = [
-            item._make(None if value is None else host_copy(value) for value in item)
+            Forward._make(None if value is None else host_copy(value) for value in item)
             for item in self.forwards
         ]
         if any(item.lengths.is_cuda for item in (*self.trained, *self.skipped)):
