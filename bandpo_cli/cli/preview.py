@@ -43,7 +43,8 @@ def print_dry_run(console: Console, config: RunConfig, task: Task, ranks: int = 
     console.print(to_yaml(config), markup=False, highlight=False)
     for trial in try_graders(config, task):
         problem, grade = trial.problem, trial.grade
-        dummy = f"the dummy completion {trial.completion!r:.80} for the reference {problem.answer!r:.80}"
+        dummy = f"the dummy completion {trial.completion!r:.80}"
+        dummy += f" for the reference {problem.answer!r:.80}" if problem.answer else ""
         reward = f"reward {grade.reward:g}" if grade.has_reward else "without a reward (None or NaN)"
         line = f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}"
         print_line(console, line, "grader")

@@ -19,7 +19,7 @@ from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.plan import Plan
 from bandpo_cli.experiments.preflight import problems_by_grader
 from bandpo_cli.experiments.run import load_components
-from bandpo_cli.grading.pool import IMPORT_ADVICE, GraderPool, problem_error
+from bandpo_cli.grading.pool import DUMMY_TEXT, IMPORT_ADVICE, GraderPool, problem_error
 from bandpo_cli.registries import GRADERS
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.types import MALFORMED, Grade, Group, Problem, is_ungraded
@@ -90,6 +90,8 @@ def first_prompt(config: RunConfig, task: Task) -> tuple[PromptEncoder, Problem,
 
 def _dummy_completion(config: RunConfig, problem: Problem) -> str:
     """Return the reference in the form that the template or, for another template, the grader asks for."""
+    if not problem.answer:
+        return DUMMY_TEXT
     if problem.grader == "countdown":  # the reference is the value of an expression
         return " + ".join(str(problem.extra["numbers"]).split())
     if problem.grader == "reasoning-gym":

@@ -62,3 +62,10 @@ def test_graders_are_tried_on_the_reference(tmp_path, monkeypatch):
     for grader, message in ERRORS.items():
         with pytest.raises(ConfigError, match=message):
             trials(grader)
+
+
+def test_a_problem_without_a_reference_has_a_dummy_completion_of_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").write_text(REWARDS)
+    Path("problems.csv").write_text("prompt\nWrite a line.\nWrite two.\n")
+    assert trials("rewards:characters") == ["'This is a dummy completion.' wrong 0.27"]
