@@ -65,11 +65,6 @@ class TrackingConfig(Section):
         """Whether MLflow is one of the trackers."""
         return "mlflow" in self.names
 
-    @property
-    def other_trackers(self) -> tuple[str, ...]:
-        """The trackers other than MLflow, each once."""
-        return tuple(name for name in self.names if name != "mlflow")
-
     @field_validator("uri")
     @classmethod
     def _check_no_password(cls, uri: str | None) -> str | None:

@@ -112,8 +112,9 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
         check_estimator(config.objective)
     for name in config.tracking.callbacks:
         callback_class(name)
-    for name in config.tracking.other_trackers:
-        tracker_class(name)
+    for name in config.tracking.names:
+        if name != "mlflow":
+            tracker_class(name)
     path, revision = config.model.path, config.model.revision
     if revision is not None and (path in BUNDLED_MODELS or path_exists(user_path(path))):
         raise ConfigError(f"model.revision = {revision!r}: model.path = {path!r} is a folder; leave it out")

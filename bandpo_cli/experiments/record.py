@@ -146,6 +146,7 @@ def close_record(
     events: Dispatcher[RunInfo, StepReport, RunResult],
     status: RunStatus,
     error: BaseException | None,
+    stopped_by: str | None = None,
 ) -> RunResult:
     """Write the plots and the summary, then call `end`; return the end of the run.
 
@@ -157,7 +158,9 @@ def close_record(
         events.phase("close")
         if is_main_process():
             records = folder.read_metrics()
-            _write_summary(config, folder, RunResult(folder.path, status, records, error))
+            if status == "FINISHED":  # also of a run that ended before it could write why
+                stopped_by = stop_reason(config, records) or stopped_by
+            _write_summary(config, folder, RunResult(folder.path, status, records, error, stopped_by))
     except Exception as raised:  # such as a full disk
         if error is None:
             status, failure = "FAILED", raised
@@ -165,7 +168,7 @@ def close_record(
         with warn_on_failure("the summary cannot be written"):
             raise
     finally:
-        result = RunResult(folder.path, status, records, error or failure)
+        result = RunResult(folder.path, status, records, error or failure, stopped_by)
         unreported = warn_on_failure("the end of the run was not reported")
         with nullcontext() if result.error is None else unreported, exits_as_errors():
             events.end(result)
@@ -209,7 +212,7 @@ def _write_summary(config: RunConfig, folder: RunFolder, result: RunResult) -> N
         summary = {
             "status": status,
             "error": message,
-            "stopped_by": stop_reason(config, records) if status == "FINISHED" else None,
+            "stopped_by": result.stopped_by,
             "steps": int(records[-1]["step"]) if records else 0,
             "of_steps": config.steps,
             "time/train_s": round(sum(record["time/step"] for record in records), 3),

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.batch_and_sampling import use_expandable_segments
-from bandpo_cli.config.layers import Layer, to_yaml
+from bandpo_cli.config.layers import Settings, as_layers, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import exits_as_errors, user_code
 from bandpo_cli.errors import GraderFailedError, closed_at_end
 from bandpo_cli.experiments.memory_check import OnEstimate, check_memory, out_of_memory_errors
 from bandpo_cli.experiments.monitor import StepMonitor
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, locked_resume, plan_fork, plan_training
-from bandpo_cli.experiments.preflight import callback_class
+from bandpo_cli.experiments.preflight import callback_class, new_run_layers
 from bandpo_cli.experiments.record import close_record, disk_errors, load_state, open_folder
 from bandpo_cli.grading.pool import failure_warnings
 from bandpo_cli.processes.ranks import (
@@ -48,7 +48,7 @@ log = logging.getLogger("bandpo_cli")
 
 
 def train(
-    config: RunConfig,
+    config: Settings,
     runs_dir: Path | str = "runs",
     name: str | None = None,
     callbacks: Sequence[TrainCallback] = (),
@@ -56,17 +56,19 @@ def train(
 ) -> RunResult:
     """Train a policy, write the run folder, and mirror it to the trackers of `tracking.trackers`.
 
-    In a script that torchrun has started, all processes train one policy together and must call this with the same
-    settings. `name` is the name of the run folder, None for method, task, seed and time. For `callbacks`,
-    `stop_requested`, the result and the errors see `run_plan`.
+    `config` is a `RunConfig`, or a dictionary, which gets the defaults of the command line. In a script that torchrun
+    has started, all processes train one policy together and must call this with the same settings. `name` is the name
+    of the run folder, None for method, task, seed and time. For `callbacks`, `stop_requested`, the result and the
+    errors see `run_plan`.
     """
+    config = resolve(new_run_layers(as_layers(config), Path(runs_dir)))
     return run_plan(plan_training(config, runs_dir, name), callbacks, stop_requested)
 
 
 def resume(
     run: str,
     runs_dir: Path | str = "runs",
-    settings: Sequence[Layer] = (),
+    settings: Settings = (),
     callbacks: Sequence[TrainCallback] = (),
     stop_requested: Stop = None,
 ) -> RunResult:
@@ -85,7 +87,7 @@ def resume(
 def fork(
     run: str,
     runs_dir: Path | str = "runs",
-    settings: Sequence[Layer] = (),
+    settings: Settings = (),
     name: str | None = None,
     callbacks: Sequence[TrainCallback] = (),
     stop_requested: Stop = None,
@@ -111,7 +113,7 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
             the run ends with status KILLED.
 
     Returns the folder, the status (FINISHED or KILLED) and the lines of metrics.jsonl, the same on every rank. A run
-    that a criterion of `stop` has ended is FINISHED.
+    that a criterion of `stop` or a callback has ended is FINISHED.
 
     Raises:
         UserError: a setting cannot be used, the model or the checkpoint cannot be loaded, or the run needs more memory
@@ -126,6 +128,7 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
         events, config, components = start_run(plan, callbacks, stack)
         folder = open_folder(plan, config, components, stack)
         status: RunStatus = "FINISHED"
+        stopped_by: str | None = None
         error: BaseException | None = None
         try:
             with exits_as_errors():
@@ -135,12 +138,14 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
                 about = config.steps, first, notes, config.tracking.parent
                 events.start(RunInfo(folder.path, config.model_dump(mode="json"), json.loads(env), *about))
                 if components is not None:
-                    status = train_steps(config, folder, components, events, first, stop_requested)
+                    status, stopped_by = train_steps(
+                        config, folder, components, events, first, stop_requested
+                    )
         except BaseException as raised:
             error, status = raised, status_of(raised)
             raise
         finally:
-            result = close_record(config, folder, events, status, error)
+            result = close_record(config, folder, events, status, error, stopped_by)
         return result if components is None else components.ranks.gather(result)[0]
 
 
@@ -246,8 +251,11 @@ def _warn_of_grader_errors(
 
 def train_steps(
     config: RunConfig, folder: RunFolder, components: Components, events: TrainEvents, first: int, stop: Stop
-) -> RunStatus:
-    """Train from step `first` to the last one, until a criterion of `stop`, or until a stop is requested."""
+) -> tuple[RunStatus, str | None]:
+    """Train from step `first` to the last one, or until a criterion, a callback or a request ends the run.
+
+    Returns the status, and the criterion or the reason of the callback.
+    """
     # Imported before MLflow's thread starts: two threads that import delay each other.
     from bandpo_cli.training import loop
 
@@ -261,13 +269,15 @@ def train_steps(
             for report in steps:
                 last = report.step
                 events.step(report)
+                monitor.requested = next(iter(report.stop_reasons), None)
                 for line in monitor.add(report) if is_main else ():
                     log.warning("%s", line)
         except BaseException as error:
             steps.throw(error)  # an error of a callback; the loop may be writing a checkpoint
             raise
-    reason = monitor.stop_reason
+        # Only rank 0 knows the criteria, and a callback of another rank may have ended the run.
+        reasons = components.ranks.gather(monitor.reason)
+    reason = next(filter(None, reasons), None)
     if reason is not None and is_main:
         log.warning("the run ends after step %d of %d: %s", last, config.steps, reason)
-    # Before the last step and without a reason, a stop was requested, perhaps of another rank.
-    return "KILLED" if last < config.steps and reason is None else "FINISHED"
+    return ("KILLED" if last < config.steps and reason is None else "FINISHED"), reason
