@@ -23,7 +23,7 @@ def train(
     *,
     config: opt.ConfigFiles = None,
     settings: opt.Settings,
-    name: Annotated[str | None, opt.option(default="method-task-seed-time")] = None,
+    name: Annotated[str | None, opt.option("NAME", "method-task-seed-time")] = None,
     resume: Annotated[str | None, opt.option("RUN", complete=folder_of("run"))] = None,
     fork: Annotated[str | None, opt.option("RUN[@STEP]", complete=folder_of("run"))] = None,
     set_: opt.Assignments = None,
@@ -42,21 +42,13 @@ def train(
     later ones win. The run folder under --runs-dir contains all results; MLflow receives a copy.
 
     [bold]bandpo train --divergence tv --delta 0.1[/bold]  another trust region
-
     [bold]bandpo train --method clip --set bounds.eps_high=0.3[/bold]  a fixed interval
-
     [bold]bandpo train --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k[/bold]  a model of the hub
-
     [bold]bandpo train --config my.yaml --set optim.lr=1e-4[/bold]  a file, one change
-
     [bold]bandpo train --resume NAME[/bold]  from its last checkpoint, with its settings
-
     [bold]bandpo train --fork NAME@50 --method clip[/bold]  a new run from a checkpoint, changed
-
     [bold]bandpo train --nproc 8[/bold]  on the eight GPUs of this machine
-
     [bold]bandpo train --dry-run[/bold]  what is changed, the start of the run, a prompt
-
     [bold]bandpo train --probe[/bold]  try the untrained model on 32 problems, and stop
 
     Args:

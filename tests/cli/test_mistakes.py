@@ -184,7 +184,7 @@ MISTAKES: dict[str, list[str]] = {
     "eval --resume my-run --samples one.jsonl": ["--resume", "leave out --samples"],
     "eval --resume gone": ["nowhere.jsonl was changed or deleted"],
     "eval --samples one.jsonl --temperature 0 --limit 3 --sampler vllm": [
-        "--samples: nothing is sampled; leave out --temperature, --sampler, --limit"
+        "--samples: nothing is sampled; leave out --limit, --temperature, --sampler"
     ],
     "eval --samples nowhere.jsonl": ["nowhere.jsonl", "No such file"],
     "eval cmpare a b": ["cmpare", "compare"],
