@@ -184,8 +184,8 @@ class GraderEntry(Entry):
         worker: the function that a worker process runs in unbounded time; None where `first_stage` always decides.
         vote: a function from a text to its answer in a canonical form for majority votes; None for a text without one.
         templates: the values of `task.template` that ask for a form which the grader reads; empty for all.
-        is_control: its rewards say little or nothing of whether an answer is correct. Only training has them:
-            evaluations, and what counts as correct, are by the grader of the answers.
+        is_control: its rewards say little of what is correct; only training has them, which evaluations leave out.
+        compares: it compares with the reference answer of the problem.
     """
 
     first_stage: str
@@ -193,6 +193,7 @@ class GraderEntry(Entry):
     vote: str = "bandpo_cli.grading.answers:vote_expression"
     templates: tuple[str, ...] = ()
     is_control: bool = False
+    compares: bool = True
 
 
 @dataclass(frozen=True)
@@ -246,8 +247,8 @@ GRADERS = Registry("grader", [
                 vote=f"{_VERL}:vote_gsm8k_flexible"),
     GraderEntry("reasoning-gym", "the scores of the library reasoning-gym for answers in <answer> tags",
                 f"{_ANSWERS}:grade_tagged", worker="bandpo_cli.grading.gym_scores:score",
-                vote=f"{_ANSWERS}:vote_tagged"),
-    GraderEntry(ENVIRONMENT_GRADER, "the reward of task.environment", f"{_ANSWERS}:grade_environment"),
+                vote=f"{_ANSWERS}:vote_tagged", compares=False),
+    GraderEntry(ENVIRONMENT_GRADER, "the reward of task.environment", f"{_ANSWERS}:grade_environment", compares=False),
     GraderEntry("random", "a control: reward 1 by a coin (grading.coin)", f"{_ANSWERS}:grade_by_coin", is_control=True),
     GraderEntry("format", "a control: reward 1 for any answer that can be read", f"{_ANSWERS}:grade_form",
                 is_control=True),

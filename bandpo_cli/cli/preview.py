@@ -68,7 +68,8 @@ def print_dry_run(console: Console, plan: Plan) -> None:
     assert task is not None  # only a resume can be without problems
     for trial in try_graders(config, task) if is_main_process() else ():
         problem, grade = trial.problem, trial.grade
-        dummy = f"the dummy completion {trial.completion!r:.80} for the reference {problem.answer!r:.80}"
+        dummy = f"the dummy completion {trial.completion!r:.80}"
+        dummy += f" for the reference {problem.answer!r:.80}" if problem.answer else ""
         reward = f"reward {grade.reward:g}" if grade.has_reward else "without a reward (None or NaN)"
         line = f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}"
         print_line(console, line, "grader")

@@ -292,7 +292,8 @@ def _print_completion(console: Console, completion: Mapping[str, Any], prompt: s
     if prompt is not None:
         console.print(Text(prompt, "dim"), soft_wrap=True)
     console.print(Text(completion["text"]), soft_wrap=True)
-    console.print(Text.assemble(("reference  ", "bold"), completion["reference"]), soft_wrap=True)
+    if completion["reference"]:
+        console.print(Text.assemble(("reference  ", "bold"), completion["reference"]), soft_wrap=True)
     console.print()
 
 

@@ -19,7 +19,7 @@ from bandpo_cli.experiments.memory_check import OnEstimate, out_of_memory_errors
 from bandpo_cli.experiments.plan import Plan
 from bandpo_cli.experiments.preflight import problems_by_grader
 from bandpo_cli.experiments.run import load_components, start_run
-from bandpo_cli.grading.pool import IMPORT_ADVICE, GraderPool, problem_error
+from bandpo_cli.grading.pool import DUMMY_TEXT, IMPORT_ADVICE, GraderPool, problem_error
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import BUNDLED_MODELS, GRADERS
 from bandpo_cli.tasks.task import Task
@@ -117,6 +117,8 @@ def _has_weights(model: ModelConfig) -> bool:
 
 def _dummy_completion(config: RunConfig, problem: Problem) -> str:
     """Return the reference in the form that the template or, for another template, the grader asks for."""
+    if not problem.answer:
+        return DUMMY_TEXT
     if problem.grader == "countdown":  # the reference is the value of an expression
         return " + ".join(str(problem.extra["numbers"]).split())
     if problem.grader == "reasoning-gym":

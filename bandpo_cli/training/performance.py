@@ -277,7 +277,7 @@ class PackedWork(AbstractContextManager["PackedWork"]):
             totals: those of the run before the step, to which the tokens and FLOPs of the step are added.
             released: bytes that `Sampler.sleep` has released since the last `note_memory`.
         """
-        trained_tokens = sum(int(part.lengths.sum()) for item in trained for part in item.parts)
+        trained_tokens = sum(part.tokens for item in trained for part in item.parts)
         training = timer.seconds("logprobs", "update")
         counts = self._ranks.gather((self.flops, self.positions, self.padding))
         flops, positions, padding = map(sum, zip(*counts, strict=True))

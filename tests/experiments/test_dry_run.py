@@ -68,6 +68,13 @@ def test_graders_are_tried_on_the_reference(tmp_path, monkeypatch):
             trials(grader)
 
 
+def test_a_problem_without_a_reference_has_a_dummy_completion_of_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").write_text(REWARDS)
+    Path("problems.csv").write_text("prompt\nWrite a line.\nWrite two.\n")
+    assert trials("rewards:characters") == ["'This is a dummy completion.' wrong 0.27"]
+
+
 CODE = """
 from bandpo_cli.callbacks import CallbackBase
 class Broken(CallbackBase):
