@@ -267,9 +267,11 @@ class TrackerEntry(Entry):
 TRACKERS = Registry("tracker", [
     TrackerEntry("mlflow", "MLflow, a server or a local store",
                  "bandpo_cli.tracking.mlflow_tracker:MlflowTracker"),
-    TrackerEntry("wandb", "Weights & Biases", "bandpo_cli.tracking.wandb_and_trackio:WandbTracker", "wandb"),
+    TrackerEntry("wandb", "Weights & Biases", "bandpo_cli.tracking.optional_trackers:WandbTracker", "wandb"),
     TrackerEntry("trackio", "trackio, a local dashboard",
-                 "bandpo_cli.tracking.wandb_and_trackio:TrackioTracker", "trackio"),
+                 "bandpo_cli.tracking.optional_trackers:TrackioTracker", "trackio"),
+    TrackerEntry("tensorboard", "TensorBoard's event files",
+                 "bandpo_cli.tracking.optional_trackers:TensorBoardTracker", "tensorboard"),
 ], "a custom tracker as module:Class", is_function_path, lambda name: TrackerEntry(name, "a custom tracker", name))
 
 

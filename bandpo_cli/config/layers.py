@@ -39,7 +39,7 @@ MERGE_TAG = "tag:yaml.org,2002:merge"
 """The tag of the key `<<`, whose value is a mapping, or a list of mappings, to take entries from."""
 
 
-Settings = Layer | RunConfig | Sequence[Layer | RunConfig]
+Settings = Layer | RunConfig | Iterable[Layer | RunConfig]
 """Settings in Python: a dictionary, whose keys may be dotted ({"optim.lr": 1e-4}); a `RunConfig`, which has a value for
 every setting; or a list of these, in which later ones win."""
 
@@ -47,7 +47,8 @@ every setting; or a list of these, in which later ones win."""
 def as_layers(settings: Settings) -> list[Layer]:
     """Return settings as nested layers. Raises ConfigError if they are anything else."""
     layers: list[Layer] = []
-    for given in settings if isinstance(settings, list | tuple) else [settings]:
+    is_one = isinstance(settings, Mapping | RunConfig | str) or not isinstance(settings, Iterable)
+    for given in [settings] if is_one else settings:
         layer: Any = given.model_dump(mode="json") if isinstance(given, RunConfig) else given
         if not isinstance(layer, Mapping):
             known = ", ".join(RunConfig.model_fields)
