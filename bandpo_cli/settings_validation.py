@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -19,6 +20,8 @@ from bandpo_cli.errors import ConfigError, nearest, redact_credentials, unknown_
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NotEmpty = Annotated[str, Field(min_length=1)]
+AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
+"""A single item need not be in a list."""
 
 SETTINGS_ELSEWHERE = {
     "bounds.delta": "delta",
@@ -52,6 +55,7 @@ SETTINGS_ELSEWHERE = {
     "sampling.max_tokens": "max_completion_length max_new_tokens max_response_length max_tokens",
     "sampling.prompts": "batch_size prompts train_batch_size",
     "sampling.samples": "group_size n num_generations rollout_n",
+    "sampling.stop": "stop stop_sequences stop_strings",
     "sampling.temperature": "temperature",
     "sampling.top_p": "top_p",
     "steps": "max_steps total_training_steps",
