@@ -296,7 +296,7 @@ def test_finite_inputs_give_a_finite_result(method, rows, dual_clip):
     lengths, weights = torch.tensor([1, len(rows) - 1]), torch.full((len(rows),), 0.5)
     columns, wrong_peers = loss.prepare(old, advantages), torch.tensor([1.0, 0.3])
     batch = LossBatch(lengths, advantages, old, columns, None, ref, wrong_peers)
-    out = policy_objective(loss, new, batch, weights, 0.1)
+    out = policy_objective(loss, new, batch, weights)
     for values in (out.loss, out.ratios, out.gradient, out.gradient_weights, k3(new, old)):
         assert torch.isfinite(values).all()
 

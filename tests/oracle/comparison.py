@@ -310,7 +310,9 @@ def _column_difference(path: Path, result: StepResult) -> float:
     assert len(table) == len(tokens)
     names = ("old_logprob", "ratio", "lower", "upper")
     expected = {name: [getattr(token, name) for token in tokens] for name in names}
-    expected["advantage"] = [token.advantage if token.importance else 0.0 for token in tokens]
+    expected["advantage"] = [
+        0.0 if token.is_dropped or not token.importance else token.advantage for token in tokens
+    ]
     return max(
         relative(*values)
         for column, wanted in expected.items()
