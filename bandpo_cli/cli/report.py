@@ -31,7 +31,7 @@ def report(
     out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
     margin: Annotated[float, opt.option("M")] = 0.02,
     x: opt.AxisName = "step",
-    fit: Annotated[bool, opt.option(flags=["--fit"])] = False,
+    fit: Annotated[bool, opt.option()] = False,
     format_: opt.TableOrJson = "table",
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:

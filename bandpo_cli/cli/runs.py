@@ -124,7 +124,7 @@ def runs(
 @opt.documented
 def show(
     run: RunName,
-    all_: Annotated[bool, opt.option(flags=["--all"])] = False,
+    all_: Annotated[bool, opt.option()] = False,
     stacks: Annotated[bool, opt.option()] = False,
     format_: opt.TableOrJson = "table",
     runs_dir: opt.RunsDir = opt.RUNS,
@@ -221,8 +221,8 @@ def _steps(steps: Sequence[int]) -> str:
 def samples(
     run: Annotated[str, opt.argument("RUN", complete=folder_of("run", "evaluation"))],
     step: Annotated[int | None, opt.option("N", "the last step with samples", min=0)] = None,
-    correct: Annotated[bool, opt.option(flags=["--correct"])] = False,
-    wrong: Annotated[bool, opt.option(flags=["--wrong"])] = False,
+    correct: Annotated[bool, opt.option()] = False,
+    wrong: Annotated[bool, opt.option()] = False,
     problem: Annotated[str | None, opt.option("ID")] = None,
     limit: Annotated[int, opt.option("N", flags=["--limit", "-n"], min=0)] = 8,
     format_: Annotated[str, opt.choice("--format", "text", "jsonl")] = "text",
@@ -292,7 +292,8 @@ def _print_completion(console: Console, completion: Mapping[str, Any], prompt: s
     if prompt is not None:
         console.print(Text(prompt, "dim"), soft_wrap=True)
     console.print(Text(completion["text"]), soft_wrap=True)
-    console.print(Text.assemble(("reference  ", "bold"), completion["reference"]), soft_wrap=True)
+    if completion["reference"]:
+        console.print(Text.assemble(("reference  ", "bold"), completion["reference"]), soft_wrap=True)
     console.print()
 
 
@@ -302,7 +303,7 @@ def view(
     step: Annotated[int | None, opt.option("N", "the last recorded step", min=0)] = None,
     out: Annotated[Path | None, opt.option("FILE", "view/step-N.html in the folder of the run")] = None,
     x: opt.AxisName = "step",
-    open_: Annotated[bool, opt.option(flags=["--open"])] = False,
+    open_: Annotated[bool, opt.option()] = False,
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
     """Write an HTML page of the completions of a step, with values per token: ratio, bounds, clipping, log-prob.

@@ -36,6 +36,7 @@ from bandpo_cli.registries import (
     BUNDLED_MODELS,
     DATA_TASK,
     DATASETS,
+    ENVIRONMENT_GRADER,
     TASKS,
     TEMPLATES,
     generated_tasks,
@@ -254,9 +255,9 @@ class DataTask(TaskSettings):
     """The revision (branch, tag or commit) of data sets on the hub, by their id; the latest of those not named."""
     template: Annotated[str, AfterValidator(_check_template)] = "answer-line"
     """The user message: `answer-line` (the paper's), `boxed`, `hashes` (verl's for GSM8K), `plain`, or a custom text
-    that contains {question}. Sources with chat messages keep their messages unchanged."""
+    that contains {question}. Chat messages get no template, and prompts without an answer not the default."""
     system: str | None = None
-    """A system message before the user message."""
+    """A system message before the user message, or before chat messages without one."""
     grader: AnswerGraderName | None = None
     """Grader of all answers, those of the evaluation sets too: `math`, `number`, `math-dapo` (the paper's), `gsm8k`,
     ..., or a custom function as module:function. null: the grader of each source. config.yaml has the one of
@@ -311,6 +312,14 @@ class DataTask(TaskSettings):
         if part == "heldout" and known.evaluation:
             return tuple(Source(name=name) for name in known.evaluation)
         return (Source(name=self.name),) if known.split(part) else ()
+
+    def grader_weights(self, source: Source) -> list[tuple[str, float]]:
+        """Return the graders of a source's answers, each with its weight in the reward; the first one decides."""
+        first = self.answer_grader or source.answer_grader
+        if self.environment and self.chosen_grader is None:
+            first = ENVIRONMENT_GRADER
+        rewards = self.rewards or (RewardComponent(),)
+        return [(reward.grader or first, reward.weight) for reward in rewards]
 
     def _graders_of_sources(self) -> set[str]:
         return {source.answer_grader for source in (*self.sources("train"), *self.sources("heldout"))}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from bandpo_cli.config.batch_and_sampling import check_engine, default_k
-from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, with_values
+from bandpo_cli.config.layers import Layer, Settings, as_layers, nest, read_layer, resolve, with_values
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, task_from_arguments
 from bandpo_cli.custom_code import add_code_folder
@@ -125,7 +125,7 @@ class EvalOptions(TypedDict, total=False):
     seed: int | None
     sampler: str | None
     grader: str | None
-    settings: Sequence[Layer]
+    settings: Settings
 
 
 def plan_evaluation(
@@ -154,7 +154,7 @@ def plan_evaluation(
         "seed": options.get("seed"),
     }
     given = nest({key: value for key, value in flags.items() if value is not None})
-    layers = [*base, given, *options.get("settings", ())]
+    layers = [*base, given, *as_layers(options.get("settings", ()))]
     grader = options.get("grader")
     if (samples := options.get("samples")) is not None:
         plan = _plan_samples(user_path(str(samples)), grader, layers)

@@ -306,7 +306,7 @@ def as_problem(problem: Problem) -> dict[str, Any]:
     """Return what `reset` of an environment receives for a problem; afterwards this is its `extra`."""
     question = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1].content
     about = {"question": question, "answer": problem.answer, "seed": derive_seed(0, problem.id)}
-    return {**about, **problem.extra}
+    return {**problem.extra, **about}
 
 
 def as_messages(result: Any) -> list[dict[str, Any]]:
