@@ -207,6 +207,7 @@ LOSSES: dict[str, Callable[[Any, float], Overrides]] = {
     "band": _band,
     "clip": lambda bounds, cap: _loss("vanilla", bounds.eps_low, bounds.eps_high, clip_ratio_c=cap),
     "clip-higher": lambda bounds, cap: _loss("vanilla", bounds.eps_low, bounds.eps_high, clip_ratio_c=cap),
+    "atr": lambda bounds, cap: _loss("vanilla", 1.0 - bounds.ends[0], bounds.ends[1] - 1.0, clip_ratio_c=cap),
     "none": lambda bounds, cap: _loss("vanilla", 1.0, NEVER, clip_ratio_c=cap),
     "dppo": _dppo,
     "cispo": lambda bounds, _: _loss("cispo", 1.0 - bounds.min_weight, bounds.max_weight - 1.0),

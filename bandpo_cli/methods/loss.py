@@ -236,6 +236,16 @@ def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:
     return values.new_zeros(len(lengths)).index_add(0, sequence_index(lengths), values)
 
 
+def sequence_cumsum(values: Tensor, lengths: Tensor) -> Tensor:
+    """Return the sum of `values` [n] from the first token of the completion up to each token, float64 [n].
+
+    In float64 the sums do not depend on the completions before in the micro-batch.
+    """
+    values = values.double()
+    sums, starts = values.cumsum(0), lengths.cumsum(0) - lengths
+    return sums - (sums - values)[starts][sequence_index(lengths)]
+
+
 def sequence_index(lengths: Tensor) -> Tensor:
     """Return the number of each token's completion within the micro-batch, int64 [n]."""
     xp = namespace(lengths)

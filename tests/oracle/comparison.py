@@ -287,10 +287,10 @@ def record_gradients(components: Components) -> list[list[torch.Tensor]]:
     recorded: list[list[torch.Tensor]] = []
     step = components.optimizer.step
 
-    def spy() -> float:
+    def spy(*args: Any) -> float:
         pairs = [(p, p.grad) for p in components.optimizer._parameters]
         recorded.append([(torch.zeros_like(p) if g is None else g).double().clone() for p, g in pairs])
-        return step()
+        return step(*args)
 
     components.optimizer.step = spy  # type: ignore[method-assign]
     return recorded

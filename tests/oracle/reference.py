@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from scipy.special import lambertw
 from torch import nn
 
 from tests.oracle.completion_losses import LOSSES, Completion
@@ -505,10 +506,13 @@ def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
     if method == "examples.custom_interval:log_interval":
         width = 1 + bounds["options"]["eps"] * (1 - old_logprob)
         return 1 / width, width
-    cap = math.inf if bounds["max_ratio"] is None else bounds["max_ratio"]
+    cap = bounds.get("max_ratio") or math.inf
     if method == "ripo":
         width = math.sqrt(bounds["delta"] / p)
         return max(1 - width, bounds["min_ratio"]), min(1 + width, cap)
+    if method == "atr":
+        low, high = (-lambertw(-math.exp(-1 - bounds["delta"]), branch).real for branch in (0, -1))
+        return float(low), float(high)
     if method == "dcpo":
         lower = 0.5 + 0.5 * math.sqrt(max(1 - 4 * bounds["eps_low"] / p, 0))
         return lower, min(0.5 + 0.5 * math.sqrt(1 + 4 * bounds["eps_high"] / p), cap)

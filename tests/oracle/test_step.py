@@ -193,6 +193,9 @@ VARIANTS = [
     Variant("luspo, token-mask", "bounds.method=luspo bounds.eps_low=0.03 bounds.eps_high=0.03 "
             "objective.importance=token-mask objective.importance_cap=1.3 sampling.prompts=8 optim.lr=0.008",
             masks_tokens, exact_sampler=False),
+    Variant("atr", "bounds.method=atr bounds.delta=0.002 optim.lr=0.008", clips_both_ways),
+    Variant("ctpo, token-mask", "bounds.method=ctpo objective.importance=token-mask objective.importance_cap=1.3 "
+            "sampling.prompts=8 optim.lr=0.008", masks_tokens, exact_sampler=False),
     # terms of the loss
     Variant("off-policy mask, drift penalty, unbiased reference penalty", f"{CLIP} objective.off_policy_mask=0.02 "
             "objective.drift_penalty=0.5 objective.reference_kl=0.1 objective.reference_kl_estimator=unbiased "
