@@ -284,17 +284,8 @@ class StopConfig(Section):
     """The same for model FLOPs of sampling and training (`compute/flops`)."""
 
     def budget_reached(self, record: Mapping[str, Any]) -> str | None:
-        """Return the budget that a run has reached with a line of metrics.jsonl, and what it has taken; else None.
-
-        Raises:
-            ConfigError: the line lacks the metric of a budget, since an earlier version began the run.
-        """
+        """Return the budget that a run has reached with a line of metrics.jsonl, and what it has taken; else None."""
         for name, limit, metric in (("tokens", self.tokens, SAMPLED_TOKENS), ("flops", self.flops, FLOPS)):
-            if limit is not None and metric not in record:
-                raise ConfigError(
-                    f"stop.{name} = {limit:g}: the record has no {metric}, since an earlier version began the run; set "
-                    f"stop.{name} to null"
-                )
             if limit is not None and (taken := record[metric]) >= limit:
                 return f"stop.{name} = {limit:g}: the run has taken {taken:.6g} ({metric})"
         return None

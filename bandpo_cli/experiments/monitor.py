@@ -101,10 +101,7 @@ class StepMonitor:
 
 
 def stop_reason(config: RunConfig, records: Sequence[Record]) -> str | None:
-    """Return the criterion or budget that ends a run after the last of `records`, in one line; None without.
-
-    Raises ConfigError if the record has no totals to compare with a budget, since an earlier version began the run.
-    """
+    """Return the criterion or budget that ends a run after the last of `records`, in one line; None without."""
     if not records or records[-1]["step"] >= config.steps:
         return None
     if reached := config.stop.budget_reached(records[-1]):

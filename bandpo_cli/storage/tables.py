@@ -184,20 +184,6 @@ def read_token_table(path: Path) -> dict[str, np.ndarray]:
         return {name: table[name].to_numpy().astype(np.float64) for name in TOKEN_COLUMNS}
 
 
-def read_token_tables(folder: Path) -> dict[str, np.ndarray]:
-    """Return the `TOKEN_COLUMNS` of all recorded steps of the run in `folder`, concatenated, float64 [T].
-
-    Raises UserError if the run has no token tables, or a file is damaged.
-    """
-    paths = [path for path in sorted((folder / "tokens").glob("step-*.parquet")) if step_of(path) is not None]
-    if not paths:
-        raise UserError(
-            f"{folder}: no recorded tokens there (tokens/step-*.parquet); evaluated steps have them"
-        )
-    tables = [read_token_table(path) for path in paths]
-    return {name: np.concatenate([table[name] for table in tables]) for name in TOKEN_COLUMNS}
-
-
 class TokenValues(NamedTuple):
     """Values per token of the S completions of a step, N tokens, flat and in the order of its sample table.
 
@@ -273,6 +259,35 @@ def read_token_values(path: Path) -> TokenValues:
             tokens.indices.to_numpy().astype(np.int32),
             **{name: lists[name].flatten().to_numpy().astype(kind) for name, kind in _PER_TOKEN.items()},
         )
+
+
+def read_recorded_tokens(folder: Path) -> dict[str, np.ndarray]:
+    """Return `old_logprob`, `ratio` and `advantage` of the recorded tokens of the run in `folder`, float64 [T].
+
+    They are those of the steps with values per token (`token_values/`), or, in a run without, those of `tokens/`.
+    Raises UserError if the run has neither, or a file is damaged.
+    """
+    recorded = [
+        path for path in sorted((folder / "token_values").glob("step-*.parquet")) if step_of(path) is not None
+    ]
+    evaluated = [
+        path for path in sorted((folder / "tokens").glob("step-*.parquet")) if step_of(path) is not None
+    ]
+    if not recorded and not evaluated:
+        raise UserError(
+            f"{folder}: no recorded tokens there; evaluated steps have them (tokens/step-*.parquet)"
+        )
+    names = ("old_logprob", "ratio", "advantage")
+    if not recorded:
+        tables = [[table[name] for name in names] for table in map(read_token_table, evaluated)]
+    else:
+        tables = [
+            [values.old_logprob, values.ratio, np.repeat(values.advantage, values.lengths)]
+            for values in map(read_token_values, recorded)
+        ]
+    columns = np.concatenate(tables, axis=1, dtype=np.float64)
+    trained = ~np.isnan(columns).any(axis=0)
+    return dict(zip(names, columns[:, trained], strict=True))
 
 
 def write_bad_batch(
