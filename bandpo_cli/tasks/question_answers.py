@@ -136,7 +136,10 @@ class QuestionAnswerTask(Task):
     def _with_prompts(self, questions: Iterable[Problem]) -> list[Problem]:
         """Return the questions in the template of the config."""
         template, system = self._config.template, self._config.system
-        return [replace(q, prompt=build_prompt(q.prompt, template, system)) for q in questions]
+        return [
+            replace(q, prompt=build_prompt(q.prompt, template, system), question=bare_question(q.label))
+            for q in questions
+        ]
 
 
 def hub_ids(config: DataTask) -> list[str]:
