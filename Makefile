@@ -105,7 +105,7 @@ $(VENV)-integrations/installed: pyproject.toml constraints.txt constraints-integ
 	$(call install,$(VENV)-integrations) -c constraints.txt -e ".[test]"
 	$(call install,$(VENV)-integrations) --no-deps -c constraints-integrations.txt verl trl skyrl trackio
 	$(call install,$(VENV)-integrations) -c constraints.txt -c constraints-integrations.txt \
-		accelerate tensordict peft ray jaxtyping loguru wandb \
+		accelerate tensordict peft ray jaxtyping loguru tensorboard wandb \
 		brotli gradio-client httpx orjson python-multipart "uvicorn[standard]"
 	@touch $@
 

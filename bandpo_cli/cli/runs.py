@@ -288,8 +288,8 @@ def samples(
     ):
         name = id_ if id_.startswith(label) else f"{label} {id_}"
         console.print(Rule(Text(f"prompt · {name}", "bold"), align="left"))
-        texts = Text(prompt, "dim"), Text.assemble(("reference  ", "bold"), reference, "\n")
-        console.print(*texts, sep="\n", soft_wrap=not console.is_terminal)
+        answer = Text.assemble(("reference  ", "bold"), reference, "\n") if reference else Text()
+        console.print(Text(prompt, "dim"), answer, sep="\n", soft_wrap=not console.is_terminal)
         for completion in group:
             _print_completion(console, completion)
     right = sum(item["accuracy"] == 1 for item in chosen)

@@ -33,10 +33,12 @@ class TrackingConfig(Section):
     changes the run folder's metrics."""
 
     trackers: Annotated[tuple[TrackerName, ...], AsList] = ("mlflow",)
-    """The trackers that receive metrics, settings and files as well: mlflow, wandb, trackio, or a custom tracker as
-    module:Class."""
+    """The trackers that receive metrics, settings and files as well: mlflow, wandb, trackio, tensorboard, or a custom
+    tracker as module:Class."""
     mlflow: bool | None = None
     """false leaves MLflow out of the trackers, and true adds it. null: as `trackers`."""
+    tensorboard: bool = False
+    """true adds tensorboard to the trackers."""
     uri: NotEmpty | None = None
     """The MLflow server (an http address) or database. null: the environment variable MLFLOW_TRACKING_URI, and
     without it the SQLite file mlflow.db in the runs folder."""
@@ -57,8 +59,8 @@ class TrackingConfig(Section):
     @property
     def names(self) -> tuple[str, ...]:
         """The trackers in use, each once."""
-        names = dict.fromkeys(("mlflow", *self.trackers) if self.mlflow else self.trackers)
-        return tuple(name for name in names if name != "mlflow" or self.mlflow is not False)
+        names = ["mlflow"] * bool(self.mlflow) + [*self.trackers] + ["tensorboard"] * self.tensorboard
+        return tuple(name for name in dict.fromkeys(names) if name != "mlflow" or self.mlflow is not False)
 
     @property
     def with_mlflow(self) -> bool:
