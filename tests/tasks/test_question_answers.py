@@ -185,6 +185,19 @@ INVALID: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
+def test_an_environment_has_the_user_message_and_the_reward_unless_a_grader_is_named() -> None:
+    base = {"name": "gsm8k", "environment": "mine:Game"}
+    task = DataTask.model_validate({**base, "system": "Be brief."})
+    assert (task.template, task.grader, task.system) == ("plain", "environment", "Be brief.")
+    assert DataTask.model_validate(task.model_dump()) == task
+    assert DataTask.model_validate({**base, "grader": "number"}).grader == "number"
+    assert DataTask.model_validate({**base, "rewards": ["mine:f"]}).answer_grader == "mine:f"
+    with pytest.raises(ValueError, match="the environment writes the user message; leave it out"):
+        DataTask.model_validate({**base, "template": "boxed"})
+    with pytest.raises(ValueError, match=r"is the reward of task\.environment; name the class there"):
+        DataTask.model_validate({"name": "gsm8k", "grader": "environment"})
+
+
 def test_invalid_settings_are_reported_before_a_file_is_read() -> None:
     for settings, parts in INVALID:
         with pytest.raises(ConfigError) as caught:
