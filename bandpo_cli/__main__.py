@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 RUN_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 130
@@ -65,7 +66,12 @@ app = command_group(name=PROGRAM, cls=_Root, no_args_is_help=True, pretty_except
 
 def _print_version(context: typer.Context, asked: bool) -> None:
     if asked and not context.resilient_parsing:  # resilient: a shell completes a later word
-        print(f"bandpo {__version__}")
+        from bandpo_cli.storage.run_record import git_state
+
+        root, commit = Path(__file__).parents[1], ""
+        if (root / ".git").exists() and (state := git_state(root)):  # a checkout, and no wheel in another one
+            commit = f" (commit {state['commit'][:7]}{', with local changes' if state['dirty'] else ''})"
+        print(f"bandpo {__version__}{commit}")
         raise typer.Exit
 
 
