@@ -200,7 +200,8 @@ def describe_error(error: ValidationError, within: Sequence[str] = ()) -> tuple[
     """
     first, *others = error.errors(include_url=False)
     context = first.get("ctx", {})
-    parts = [*within, *first["loc"], *filter(None, [context.get("key")])]
+    loc = [part for part in first["loc"] if not str(part).startswith("@")]  # without the tags of unions
+    parts = [*within, *loc, *filter(None, [context.get("key")])]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
     message = first["msg"].removeprefix("Value error, ")
     message = message.removesuffix(", unable to parse string as an integer")
