@@ -18,6 +18,7 @@ from pydantic import (
     JsonValue,
     NonNegativeInt,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -33,7 +34,6 @@ from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import nearest_file, path_exists, user_path
 from bandpo_cli.registries import (
-    BUNDLED_MODELS,
     DATA_TASK,
     DATASETS,
     ENVIRONMENT_GRADER,
@@ -263,6 +263,15 @@ class DataTask(TaskSettings):
     ..., or a custom function as module:function. null: the grader of each source. config.yaml has the one of
     all sources here, and different ones in the sources."""
 
+    @field_validator("template")
+    @classmethod
+    def _check_environment(cls, template: str, info: ValidationInfo) -> str:
+        require(
+            template == "plain" or not info.data.get("environment"),
+            "the environment writes the user message; leave it out, and write its text in reset or as task.system",
+        )
+        return template
+
     @model_validator(mode="after")
     def _choose_grader(self) -> DataTask:
         first = self.rewards[0].grader if self.rewards else None
@@ -271,6 +280,13 @@ class DataTask(TaskSettings):
             f"grader = '{self.grader}' and the first of the rewards, '{first}', both grade the answers; leave one of "
             "them out",
         )
+        require(
+            self.environment or ENVIRONMENT_GRADER not in (self.grader, first),
+            f"the grader '{ENVIRONMENT_GRADER}' is the reward of task.environment; name the class there",
+        )
+        if self.environment:  # it gets the question alone, and has the reward unless a grader is named
+            self.__dict__["template"] = "plain"
+            self.__dict__["grader"] = self.grader or (None if first else ENVIRONMENT_GRADER)
         if self.answer_grader is None:
             graders = self._graders_of_sources()
             by_source = {
@@ -312,14 +328,6 @@ class DataTask(TaskSettings):
         if part == "heldout" and known.evaluation:
             return tuple(Source(name=name) for name in known.evaluation)
         return (Source(name=self.name),) if known.split(part) else ()
-
-    def grader_weights(self, source: Source) -> list[tuple[str, float]]:
-        """Return the graders of a source's answers, each with its weight in the reward; the first one decides."""
-        first = self.answer_grader or source.answer_grader
-        if self.environment and self.chosen_grader is None:
-            first = ENVIRONMENT_GRADER
-        rewards = self.rewards or (RewardComponent(),)
-        return [(reward.grader or first, reward.weight) for reward in rewards]
 
     def _graders_of_sources(self) -> set[str]:
         return {source.answer_grader for source in (*self.sources("train"), *self.sources("heldout"))}
@@ -383,28 +391,6 @@ def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
     if is_file or (text not in TaskSettings.classes() and path_exists(Path(text))):
         return {"name": DATA_TASK, "train": [{"path": text}]}
     return {"name": text}
-
-
-def default_layer(task: Any, model: Any) -> dict[str, Any]:
-    """Return the defaults for the `task` section and the path of the model as the user wrote them, whatever they are.
-
-    Without a path (None), the model is the one that was made for the task, if there is one; without a name, the task is
-    the one that a bundled model was made for.
-    """
-    task = task if isinstance(task, dict) else {}
-    if TaskSettings.tag not in task and isinstance(model, str) and model in BUNDLED_MODELS:
-        task = {TaskSettings.tag: BUNDLED_MODELS[model]}
-    name = TaskSettings.kind_of(task)
-    entry = TASKS.get(task_kind(name)) if isinstance(name, str) else None
-    if entry is None:
-        return {}
-    is_bundled = entry.bundled_model is not None and model in (None, entry.bundled_model)
-    defaults = dict(entry.bundled_defaults if is_bundled else entry.defaults)
-    if is_bundled:
-        defaults["model"] = {"path": entry.bundled_model}
-    if is_bundled and entry.name != TaskSettings.default:  # else messages say that the task is the default
-        defaults["task"] = {TaskSettings.tag: entry.name}
-    return defaults
 
 
 def check_package(name: str) -> None:

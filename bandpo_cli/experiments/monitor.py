@@ -37,6 +37,14 @@ _CRITERIA = {
 STEPS_WITHOUT_GRADIENT = 3
 """Steps in a row without a group of different rewards after which a run gives advice."""
 
+_MASKED_SHARES = (
+    "sampler/importance_masked_fraction",
+    "clip/off_policy_masked_fraction",
+    "clip/active_fraction",
+    "train/truncated_fraction",
+)
+"""Metrics that explain why a step has no gradient."""
+
 COMMON = 0.2
 """Share of completions, or of groups with a gradient, that decides whether advice mentions it; the console view flags
 truncated and unreadable completions from the same share on."""
@@ -72,8 +80,8 @@ class StepMonitor:
     ) -> None:
         self._stop_requested = stop_requested
         self._config, self._recent = config, deque(records, maxlen=config.stop.steps)
-        self._without_gradient, self._warned_of_calls, self._destroyed = 0, False, ""
-        self._last: Sequence[Record] = [*self._recent]
+        self._without_gradient, self._warned_of_calls, self._warned_of_masks = 0, False, False
+        self._last, self._destroyed = [*self._recent], ""
         self.requested: str | None = None
         self.reason: str | None = None
 
@@ -91,6 +99,13 @@ class StepMonitor:
             warnings.append(
                 f"no completion of step {report.step} called a tool; one of them: "
                 f"'{one_line(sample.text)[:_EXCERPT]}'; try a prompt that shows the model {_CALL}"
+            )
+        if not self._warned_of_masks and _is_all_masked(record):
+            self._warned_of_masks = True
+            shares = ", ".join(f"{name} {record[name]:.3g}" for name in _MASKED_SHARES if name in record)
+            warnings.append(
+                f"no token of step {report.step} has a gradient of the policy loss, although rewards differ "
+                f"({shares}); widen the limits of objective.importance, objective.off_policy_mask or the method"
             )
         if sample is not None and self._without_gradient < STEPS_WITHOUT_GRADIENT:
             is_uniform = record["train/uniform_group_fraction"] == 1
@@ -115,6 +130,12 @@ class StepMonitor:
         """Return whether the run is to end now: by a criterion or a callback, which sets `reason`, or by a request."""
         self.reason = stop_reason(self._config, self._recent) or self.requested
         return self.reason is not None or (self._stop_requested is not None and self._stop_requested())
+
+
+def _is_all_masked(record: Record) -> bool:
+    """Return whether masks have removed the gradient of all tokens in a step with applied updates and an advantage."""
+    has_advantages = record.get("train/uniform_group_fraction", 1.0) < 1 and "optim/grad_norm" in record
+    return has_advantages and record.get("gradient/zero_fraction", 1.0) == 1
 
 
 def stop_reason(config: RunConfig, records: Sequence[Record]) -> str | None:

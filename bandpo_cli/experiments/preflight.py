@@ -179,14 +179,8 @@ def prepare_task(config: RunConfig) -> Task:
         tool_schemas(config.task.functions, config.task.environment is not None)
     if config.task.environment is None:
         return build_task(config.task)
-    settings = config.task
-    if isinstance(settings, DataTask):  # the environment has the question, without an instruction
-        settings = settings.model_copy(update={"template": "plain"})
-    task = build_task(settings)
-    chosen = getattr(settings, "chosen_grader", None)
-    reset = partial(
-        first_messages, config.task.environment, config.grading, grader=None if chosen else ENVIRONMENT_GRADER
-    )
+    task, grader = build_task(config.task), getattr(config.task, "answer_grader", ENVIRONMENT_GRADER)
+    reset = partial(first_messages, config.task.environment, config.grading, grader=grader)
 
     def heldout() -> dict[str, list[Problem]]:
         return {label: reset(problems) for label, problems in task.heldout_sets().items()}

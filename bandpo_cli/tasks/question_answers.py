@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from bandpo_cli.config.batch_and_sampling import needs_answer
+from bandpo_cli.config.batch_and_sampling import RewardComponent, needs_answer
 from bandpo_cli.config.task import DataTask, Fields, Source
 from bandpo_cli.errors import ConfigError, nearest, plural
 from bandpo_cli.registries import DATA_TASK, GRADERS, TEMPLATES
@@ -160,7 +160,8 @@ class QuestionAnswerTask(Task):
         for question in questions:
             # The default template asks for a final answer, which nothing grades here.
             own = "plain" if not question.answer and template == _DEFAULT_TEMPLATE else template
-            of_question.append(replace(question, prompt=build_prompt(question.prompt, own, system)))
+            prompt = build_prompt(question.prompt, own, system)
+            of_question.append(replace(question, prompt=prompt, question=bare_question(question.label)))
         return of_question
 
 
@@ -181,9 +182,9 @@ def load_questions(
     no usable row.
     """
     label, place, known = source_label(source), source.path or source.name, known_dataset(source)
-    weights = config.grader_weights(source)
-    grader, comparing = weights[0][0], [name for name, weight in weights if weight and needs_answer(name)]
-    users = [*(name for name, _ in weights), *filter(None, [config.environment])]
+    grader, rewards = config.answer_grader or source.answer_grader, config.rewards or (RewardComponent(),)
+    comparing = [name for item in rewards if item.weight and needs_answer(name := item.grader or grader)]
+    readers = [grader, *filter(None, [config.environment, *(item.grader for item in rewards)])]
     rows = read_rows(source, part, config.revisions.get(hub_id(source) or ""))
     first_rows = list(islice(rows, SAMPLE_ROWS))
     if not first_rows:
@@ -224,7 +225,7 @@ def load_questions(
         elif (id_ := f"{label}/{_problem_name(row, names, question)}") in problems:
             dropped["repeated"] += 1
         else:
-            extra = grader_columns(row, users) | ({} if level is None else {"level": level})
+            extra = grader_columns(row, readers) | ({} if level is None else {"level": level})
             problems[id_] = Problem(id_, question.prompt, answer, label, grader, extra)
     selected = list(problems.values())
     if source.limit is not None and source.limit < len(problems):

@@ -43,7 +43,7 @@ def test_all_fields_of_a_problem(tmp_path: Path) -> None:
     (problem,) = task.train_problems()
     prompt = (Message("system", "Be brief."), Message("user", "Q: What is 1+1?"))
     assert problem == Problem(problem.id, prompt, "2", source="sums", grader="number")
-    assert problem.id.startswith("sums/")
+    assert (problem.label, problem.id[:5]) == ("What is 1+1?", "sums/")
     assert task.heldout_sets()["test"][0].grader == "math"
     custom = data_task(train, heldout, grader="my.module:judge")
     graders = [problem.grader for problem in (*custom.train_problems(), *custom.heldout_sets()["test"])]
@@ -149,6 +149,7 @@ def test_verl_parquet_file(tmp_path: Path) -> None:
     problem = min(problems, key=lambda problem: int(problem.answer))
     user = Message("user", content[0]["prompt"][0]["content"])
     assert problem.prompt == (Message("system", "Be brief."), user)
+    assert problem.label == "What is 0+0?"
     assert problem.extra == {"data_source": "math_dapo", "extra_info": {"index": "0-0"}}
     assert (problem.source, problem.grader) == ("dapo-math-17k", "math")
     assert task.notes() == [
@@ -183,6 +184,19 @@ INVALID: list[tuple[dict[str, Any], list[str]]] = [
         ["task.revisions", "did you mean 'openai/gsm8k'"],
     ),
 ]
+
+
+def test_an_environment_has_the_user_message_and_the_reward_unless_a_grader_is_named() -> None:
+    base = {"name": "gsm8k", "environment": "mine:Game"}
+    task = DataTask.model_validate({**base, "system": "Be brief."})
+    assert (task.template, task.grader, task.system) == ("plain", "environment", "Be brief.")
+    assert DataTask.model_validate(task.model_dump()) == task
+    assert DataTask.model_validate({**base, "grader": "number"}).grader == "number"
+    assert DataTask.model_validate({**base, "rewards": ["mine:f"]}).answer_grader == "mine:f"
+    with pytest.raises(ValueError, match="the environment writes the user message; leave it out"):
+        DataTask.model_validate({**base, "template": "boxed"})
+    with pytest.raises(ValueError, match=r"is the reward of task\.environment; name the class there"):
+        DataTask.model_validate({"name": "gsm8k", "grader": "environment"})
 
 
 def test_invalid_settings_are_reported_before_a_file_is_read() -> None:
