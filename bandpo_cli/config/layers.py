@@ -223,7 +223,7 @@ def validation_message(
     """
     first, *others = error.errors(include_url=False)
     context = first.get("ctx", {})
-    parts = [*within, *first["loc"], *filter(None, [context.get("key")])]
+    parts = [*within, *first["loc"], *filter(None, str(context.get("key", "")).split("."))]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
     message = first["msg"].removeprefix("Value error, ")
     message = message.removesuffix(", unable to parse string as an integer")
