@@ -1,9 +1,11 @@
-"""Sums of two steps, as problems for a small pretrained model.
+"""Sums of one and of two steps, as problems for a small pretrained model.
 
-    python examples/sums.py                               # writes sums.jsonl
+    python examples/sums.py                               # writes sums.jsonl and additions.jsonl
     bandpo train -c configs/sums.yaml --model ./SmolLM2-135M-Instruct
+    bandpo train -c configs/additions.yaml --model ./SmolLM2-135M-Instruct
 
-The prompt of `configs/sums.yaml` has three solved problems. docs/results/pretrained.md has the plan of an experiment.
+The prompts of `configs/sums.yaml` and `configs/additions.yaml` have solved problems. docs/results/pretrained.md and
+docs/results/wide_ratios.md have the plans of two experiments.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ def problems() -> list[dict[str, str]]:
     return [{"question": f"{a} + {b} - {c}", "answer": str(a + b - c)} for a, b, c in values]
 
 
+def additions() -> list[dict[str, str]]:
+    """Return all 8,100 problems a + b with a and b from 10 to 99."""
+    values = product(range(10, 100), repeat=2)
+    return [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in values]
+
+
 if __name__ == "__main__":
-    Path("sums.jsonl").write_text(
-        "".join(json.dumps(problem) + "\n" for problem in problems()), encoding="utf-8"
-    )
+    for name, rows in (("sums.jsonl", problems()), ("additions.jsonl", additions())):
+        Path(name).write_text("".join(json.dumps(problem) + "\n" for problem in rows), encoding="utf-8")

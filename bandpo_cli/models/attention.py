@@ -10,6 +10,7 @@ and values when one token per sequence is sampled with grouped heads. `varlen` i
 packed rows the FlashAttention kernels that torch contains.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -116,7 +117,12 @@ def _torch_varlen(
     query, key, value = (state.squeeze(0).transpose(0, 1) for state in (query, key, value))
     ends, longest, window = kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("sliding_window")
     left = -1 if window is None else window - 1
-    options: dict[str, Any] = {"scale": kwargs.get("scaling"), "window_size": (left, 0), "enable_gqa": True}
+    options: dict[str, Any] = {"scale": kwargs.get("scaling"), "window_size": (left, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on
+        options["enable_gqa"] = True
+    else:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (state.repeat_interleave(repeats, dim=1) for state in (key, value))
     output = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
     return cast(Tensor, output)[None], None
 

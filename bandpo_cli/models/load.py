@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import inspect
 import logging
 import os
 import sys
@@ -147,6 +146,9 @@ def load_policy(
             trained with these settings.
     """
     attention, device = _attention(config), _device(config.device, ranks)
+    # cuDNN builds a plan for each new shape, and lengths are always new. For the process, since the recomputation in a
+    # backward pass must choose the kernel of the forward pass.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     config, adapter = model_files.base_config(config)
     model_config = read_config(config)
     folder = Path(model_location(config))
@@ -303,23 +305,16 @@ def _attention(config: ModelConfig) -> str | None:
     kernels = {
         "flash_attention_2": ("the package flash-attn and a GPU for it", is_flash_attn_2_available),
         "flash_attention_3": ("the package flash-attn-3 and a GPU for it", is_flash_attn_3_available),
-        "varlen": ("a GPU and torch 2.12 or later", lambda: is_on_cuda(config) and has_torch_varlen()),
+        "varlen": ("a GPU", lambda: is_on_cuda(config)),
     }
     if chosen in kernels:
         needed, is_available = kernels[chosen]
-        problem = None if is_available() else f"needs {needed}, which are not all installed; set "
+        problem = None if is_available() else f"needs {needed}, which this machine lacks; set "
         if problem is None and resolved_dtype(config) == torch.float32:
             problem = "does not support float32; set model.dtype=bfloat16 or "
         if problem:
             raise UserError(f"model.attention = {chosen!r} {problem}model.attention=sdpa")
     return None if chosen == "auto" else chosen
-
-
-def has_torch_varlen() -> bool:
-    """Return whether torch has varlen attention with grouped heads: from 2.12 on."""
-    from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig, on_gpu: bool) -> bool:

@@ -61,6 +61,7 @@ def test_the_sweeps_have_the_arms_and_runs_of_the_docs() -> None:
         "fair-rare-tuning": (24, 48), "fair-countdown-tuning": (12, 24),
         "fair-rare": (6, 36), "fair-countdown": (2, 12), "fair-rare-one-rate": (3, 18),
         "pretrained-tuning": (9, 9), "pretrained": (3, 15),
+        "wide-ratios-tuning": (9, 9), "wide-ratios": (3, 15),
     }  # fmt: skip
     for variant, bounds in {(run.variant, config.bounds) for run, config in planned["methods"].items()}:
         shipped = CONFIGS / "methods" / f"{'band-' if bounds.method == 'band' else ''}{variant}.yaml"

@@ -21,7 +21,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bandpo_cli.models import attention, packing
-from bandpo_cli.models.load import has_torch_varlen
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.sampling.sampler import SamplingParams, TransformersSampler
@@ -86,7 +85,6 @@ def plain_varlen(
     query: Any, key: Any, value: Any, ends: Any, key_ends: Any, longest: int, longest_key: int, **options: Any
 ) -> torch.Tensor:
     """Stands in for torch's `varlen_attn`, which has no kernel for a CPU: [E, heads, width] by its documentation."""
-    assert options["enable_gqa"]
     assert torch.equal(ends, key_ends)
     left, right = options["window_size"]
     outputs = []
@@ -102,9 +100,21 @@ def plain_varlen(
     return torch.cat(outputs)
 
 
-@pytest.fixture
-def _varlen_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
+def varlen_with_gqa(*arguments: Any, enable_gqa: bool = False, **options: Any) -> torch.Tensor:
+    """Stands in for the function from torch 2.12 on, which takes grouped heads where it is asked to."""
+    assert enable_gqa
+    return plain_varlen(*arguments, **options)
+
+
+def varlen_without_gqa(query: Any, key: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+    """Stands in for the function of torch 2.11, which needs a key for each query head."""
+    assert query.shape == key.shape
+    return plain_varlen(query, key, *arguments, **options)
+
+
+@pytest.fixture(params=[varlen_with_gqa, varlen_without_gqa])
+def _varlen_on_a_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", request.param)
 
 
 def flash_attention(module: Any, query: Any, key: Any, value: Any, mask: None, **kwargs: Any) -> Any:
@@ -135,8 +145,6 @@ def test_varlen_attention_gives_the_same_log_probs_and_completions(model: PreTra
 
 def test_torch_takes_the_arguments_of_varlen_attention() -> None:
     """On the meta device, where the real function computes shapes."""
-    if not has_torch_varlen():
-        pytest.skip("this version of torch has no varlen attention with grouped heads")
     query, key = torch.empty(1, 4, 10, 16, device="meta"), torch.empty(1, 2, 10, 16, device="meta")
     boundaries = torch.empty(3, dtype=torch.int32, device="meta")
     ends: dict[str, Any] = {"cu_seq_lens_q": boundaries, "max_length_q": 6}
