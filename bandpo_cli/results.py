@@ -91,6 +91,11 @@ class RunOverview:
     error: str | None = None
     stopped_by: str | None = None
 
+    @property
+    def state(self) -> str:
+        """The status in lower case: `stopped` by Ctrl-C or a signal, `killed` without a summary; or `damaged`."""
+        return "stopped" if self.status == "KILLED" and self.error else (self.status or "damaged").lower()
+
 
 _OVERVIEW = TypeAdapter(RunOverview)
 
@@ -110,7 +115,7 @@ def list_runs(
         patterns: shell patterns of names (`kl-*`, `deltas/*`); none for all runs. A sweep's name stands for its runs.
         method: only runs whose method begins with this: `band`, `band-kl`, `clip`, or its alias `grpo`.
         task: only runs of this task; a task of files has their names.
-        status: only runs with this status, in any case: `running`, `finished`, `failed`, `killed`.
+        status: only runs in this state, in any case: `running`, `finished`, `failed`, `stopped`, `killed`, `damaged`.
         sort: `time` or `name`, ascending; or `heldout`, `heldout_reward`, `accuracy`, `reward`, `entropy` or `step`,
             the largest first. Runs without the value come last.
 
@@ -127,7 +132,7 @@ def list_runs(
         if any(map(matcher.match, (run.name, run.name.split("/")[0])))
         and (method is None or run.method == method or run.method.startswith(f"{method}-"))
         and (task is None or run.task == task)
-        and (status is None or (run.status or "DAMAGED") == status.upper())
+        and (status is None or run.state == status.lower())
     ]
     if sort in ("time", "name"):
         return sorted(runs, key=lambda run: (run.started_ms if sort == "time" else 0, run.name))
@@ -212,10 +217,11 @@ _is_listed = cache(
 def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
     """Return settings, metrics and files of a run, the content of `bandpo show --format json`.
 
-    It has the fields of `RunOverview` and `config`; `task_settings`, the settings of the task by dotted name, without
-    those that are null or empty; `changed`, `value` and `default` of the settings that differ from the default of the
-    run's task, model and method; `metrics`, `first` and `last` value of each metric after its step; `checkpoints`, the
-    steps that training can resume from; `sampled_steps`; `plots`; and `seconds`, the time of all steps.
+    It has the fields of `RunOverview`, its `state`, and `config`; `task_settings`, the settings of the task by dotted
+    name, without those that are null or empty; `changed`, `value` and `default` of the settings that differ from the
+    default of the run's task, model and method; `metrics`, `first` and `last` value of each metric after its step;
+    `checkpoints`, the steps that training can resume from; `sampled_steps`; `plots`; and `seconds`, the time of all
+    steps.
 
     Raises UserError if there is no such run, or its folder is damaged.
     """
@@ -230,6 +236,7 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
     points = {str(name): [*column.dropna().items()] for name, column in table.items()}
     return {
         **asdict(overview),
+        "state": overview.state,
         "config": config.model_dump(mode="json"),
         "task_settings": task_settings(config.task),
         "changed": {key: {"value": value, "default": default} for key, (value, default) in changed.items()},

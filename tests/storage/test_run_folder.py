@@ -412,7 +412,8 @@ def test_a_folder_that_is_not_writable_raises(tmp_path):
 
 
 _SCHEMA = pa.schema(
-    [(name, pa.string()) for name in ("task", "problem_id", "prompt", "reference", "grader", "extra", "text", "answer")]
+    [(name, pa.string()) for name in ("task", "problem_id", "question", "prompt", "reference")]
+    + [(name, pa.string()) for name in ("grader", "extra", "text", "answer")]
     + [("reward", pa.float64()), ("accuracy", pa.float64()), ("verdict", pa.string()), ("length", pa.int32())]
     + [("finish_reason", pa.string()), ("logprob_sum", pa.float64())]
 )  # fmt: skip
