@@ -129,6 +129,8 @@ MISTAKES: dict[str, list[str]] = {
     "trian": ["No such command 'trian'"],
     # further settings and names of a run
     "train --method clip --delta 0.1": ["bounds.delta", "of 'clip'", "eps_high"],
+    "train --probe-size 8": ["--probe-size 8: it goes with --probe"],
+    "train --all-settings": ["--all-settings: it goes with --dry-run"],
     "train --probe --resume first --dry-run": ["--probe: it tries a new run", "leave out --resume and --dry-run"],
     "train --steps 2 --profile 2": ["--profile 2", "give 1 to 1"],
     "train --model ./nowhere": ["./nowhere", "no such run or folder"],
