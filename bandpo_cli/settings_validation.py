@@ -40,6 +40,7 @@ SETTINGS_ELSEWHERE = {
     "objective.dual_clip": "clip_ratio_c",
     "objective.entropy_bonus": "ent_coef entropy_coef entropy_coeff",
     "objective.mask_truncated": "mask_truncated_completions",
+    "objective.off_policy_mask": "off_policy_mask_threshold",
     "objective.reference_kl": "beta kl_coef kl_loss_coef",
     "optim.lr": "learning_rate lr",
     "optim.max_grad_norm": "grad_clip max_grad_norm",

@@ -32,7 +32,9 @@ def train(
     nproc: opt.Nproc = None,
     profile: Annotated[int | None, opt.option("N")] = None,
     dry_run: Annotated[bool, opt.option()] = False,
+    all_settings: Annotated[bool, opt.option()] = False,
     probe: Annotated[bool, opt.option()] = False,
+    probe_size: Annotated[int | None, opt.option("N", "32", min=1)] = None,
 ) -> int | None:
     """Train a policy with a trust-region policy loss and record the run.
 
@@ -47,7 +49,7 @@ def train(
     [bold]bandpo train --resume NAME[/bold]  from its last checkpoint, with its settings
     [bold]bandpo train --fork NAME@50 --method clip[/bold]  a new run from a checkpoint, changed
     [bold]bandpo train --nproc 8[/bold]  on the eight GPUs of this machine
-    [bold]bandpo train --dry-run[/bold]  every setting, a prompt and a trial of the grader
+    [bold]bandpo train --dry-run[/bold]  what is changed, the start of the run, a prompt
     [bold]bandpo train --probe[/bold]  try the untrained model on 32 problems, and stop
 
     Args:
@@ -56,9 +58,12 @@ def train(
         fork: Start a new run that continues a checkpoint of another run, by default the last one, with changed
             settings. Weights, optimizer state, position in the data and random state are those of the checkpoint.
         profile: Trace N steps after the first with torch's profiler.
-        dry_run: Print the settings, the memory it takes and a prompt, try the graders, and stop.
-        probe: Sample 32 problems with the untrained model, print what can be learned from them and what to change, and
-            stop.
+        dry_run: Print the changed settings, the memory and a prompt, try the graders, load all that training loads, and
+            stop. What a dry run accepts, training starts.
+        all_settings: With --dry-run, print all settings and not only those that differ from the defaults.
+        probe: Sample some problems with the untrained model, print what can be learned from them and what to change,
+            and stop.
+        probe_size: Number of problems of --probe, rounded to a multiple of optim.updates.
     """
     from bandpo_cli.cli.launch_and_watch_ranks import launch
     from bandpo_cli.config.layers import nest, read_assignments, read_config, resolve
@@ -76,6 +81,10 @@ def train(
         others = {"--resume": resume, "--profile": profile, "--dry-run": dry_run, "several ranks": ranks > 1}
         if given := [flag for flag, value in others.items() if value]:
             raise UserError(f"--probe: it tries a new run in one process; leave out {' and '.join(given)}")
+    if all_settings and not dry_run:
+        raise UserError("--all-settings: it goes with --dry-run; config.yaml of a run has all settings")
+    if probe_size is not None and not probe:
+        raise UserError(f"--probe-size {probe_size}: it goes with --probe")
     with ExitStack() as lock:
         if resume is not None:
             if name is not None:
@@ -87,8 +96,9 @@ def train(
             plan = plan_training(resolve(new_run_layers(layers, runs_dir)), runs_dir, asked, ranks)
         if probe:
             from bandpo_cli.cli.preview import run_probe
+            from bandpo_cli.experiments.trials import PROBLEMS
 
-            run_probe(plan, runs_dir)
+            run_probe(plan, runs_dir, probe_size or PROBLEMS)
             return None
         profiler = None
         if profile is not None:
@@ -96,29 +106,33 @@ def train(
 
             check_profile_steps(profile, plan.first_step, plan.config.steps)
             profiler = ProfileCallback(profile)
-        if to_start is None or dry_run or plan.task is None:  # plots and the summary need one process
-            _run(plan, runs_dir, ranks, profiler, dry_run)
+        if to_start is None or plan.task is None:  # plots and the summary need one process
+            _run(plan, runs_dir, ranks, profiler, all_settings if dry_run else None)
             return None
     # With --nproc this process has only checked the settings. The lock of a resume is released: rank 0 takes it.
     return launch(to_start, plan.config, "train", plan.folder.path, runs_dir)
 
 
-def _run(plan: Plan, runs_dir: Path, ranks: int, profiler: ProfileCallback | None, dry_run: bool) -> None:
-    """Print the settings, then train and print the summary, or preview a dry run."""
+def _run(
+    plan: Plan, runs_dir: Path, ranks: int, profiler: ProfileCallback | None, dry_run: bool | None
+) -> None:
+    """Print the settings, then train and print the summary, or preview a dry run, True: with all settings."""
     from bandpo_cli.cli.train_view import TrainView, print_profile, print_summary, settings_rows
     from bandpo_cli.experiments.run import run_plan
 
     console = open_console(long_running=True)
     task, config = plan.task, plan.pinned
+    if dry_run is not None:
+        from bandpo_cli.cli.preview import print_changes, print_dry_run
+
+        print_changes(console, plan.config, dry_run)
     rows = [] if task is None else settings_rows(config, task, ranks)
     if plan.text:
         rows.append(("resume" if plan.is_resume else "fork of", plan.text))
     print_settings(console, rows, [] if task is None else task.notes(), plan.warnings)
-    if dry_run:
-        if task is not None and not plan.is_resume:
-            from bandpo_cli.cli.preview import print_dry_run
-
-            print_dry_run(console, config, task, ranks)
+    if dry_run is not None:
+        if task is not None:
+            print_dry_run(console, plan)
         return
     with StopSignals() as signals, closing(TrainView(console, runs_dir, signals)) as view:
         callbacks = [view, signals, *([] if profiler is None else [profiler])]

@@ -23,10 +23,19 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
-from bandpo_cli.cli.console import LOADING, PLAIN_LINES, ExperimentView, make_table, print_line, print_rows
+from bandpo_cli.cli.console import (
+    LOADING,
+    PLAIN_LINES,
+    ExperimentView,
+    make_table,
+    print_line,
+    print_rows,
+    print_warnings,
+)
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.config.run import RunConfig, TrackingConfig, dtype_on
-from bandpo_cli.errors import plural
+from bandpo_cli.errors import excerpt, plural
+from bandpo_cli.experiments.monitor import destroyed_policy
 from bandpo_cli.metric_names import PHASES, SCORE, has_nonbinary_rewards
 from bandpo_cli.processes.ranks import launched_ranks
 from bandpo_cli.registries import BUNDLED_MODELS
@@ -204,7 +213,7 @@ class TrainView(ExperimentView):
         parts = [
             f"step {step}/{self._steps}",
             f"reward {record['train/reward']:.3f}" if self._shows_reward and "train/reward" in record else "",
-            f"training accuracy {record['train/accuracy']:.3f}  entropy {record['train/entropy']:.3f} nats  "
+            f"training {accuracy_text(record)}  entropy {record['train/entropy']:.3f} nats  "
             f"clipped {clipped:.2%}  {record['time/step']:.2f} s/step"
             if step
             else "",
@@ -243,6 +252,8 @@ class TrainView(ExperimentView):
     def _add_metrics(self, record: Mapping[str, Any]) -> None:
         """Add the metrics of a step. In metrics.jsonl, a value that is not finite is None."""
         known = {key: value for key, value in record.items() if value is not None}
+        if is_not_graded(known):
+            known.pop("train/accuracy", None)
         for key, values in self._history.items():
             if math.isfinite(value := known.get(key, math.nan)):
                 values.append(value)
@@ -251,6 +262,16 @@ class TrainView(ExperimentView):
         self._shows_reward = self._shows_reward or has_nonbinary_rewards(known)
         self._skipped += int(known.get("optim/skipped_updates", 0))
         self._last = known
+
+
+def is_not_graded(record: Mapping[str, Any]) -> bool:
+    """Return whether no answer of a step was graded, such as in an outage of a judge, so that it has no accuracy."""
+    return record.get("train/ungraded_fraction") == 1
+
+
+def accuracy_text(record: Mapping[str, Any]) -> str:
+    """Return the accuracy of a step, or that its answers were not graded."""
+    return "answers not graded" if is_not_graded(record) else f"accuracy {record['train/accuracy']:.3f}"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -288,16 +309,14 @@ def flagged_shares(record: Mapping[str, float]) -> str:
 
 
 def sample_text(rollout: Rollout) -> Text:
-    """Return the end of the prompt → the beginning and the end of the completion → reward and verdict, in one line."""
-    prompt, text = (words.replace("\n", " ") for words in (rollout.prompt, rollout.text))
-    if len(prompt) > 60:
-        prompt = f"… {prompt[-60:]}"
+    """Return the question → the beginning and the end of the completion → reward and verdict, in one line."""
+    question, text = excerpt(rollout.problem.label, 80), rollout.text.replace("\n", " ")
     if len(text) > 120:
         text = f"{text[:60]} … {text[-60:]}"
     grade = rollout.grade
     reward = "" if not grade.has_reward or grade.reward in (0, 1) else f"reward {grade.reward:.3f}, "
     verdict = (grade.verdict, "green" if grade.correct else "red")
-    return Text.assemble((prompt, "dim"), " → ", text, " → ", reward, verdict)
+    return Text.assemble((question, "dim"), " → ", text, " → ", reward, verdict)
 
 
 def print_summary(console: Console, config: RunConfig, result: RunResult) -> None:
@@ -306,6 +325,7 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
     times = Counter[str]()
     for record in result.records:
         times.update({key: value for key, value in record.items() if key.startswith("time/")})
+    graded = [record for record in steps if not is_not_graded(record)]
     held_out = [(record["step"], text) for record in result.records if (text := eval_metrics_text(record))]
     lines = [f"step {step:>4}  {text}" for step, text in [*held_out[:1], *held_out[-1:]]]
     rows = [("done", f"{len(steps)} steps in {times['time/step']:.0f} s"), ("held-out", "\n".join(lines))]
@@ -314,13 +334,19 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
         ("training", "train/accuracy", "accuracy {:.3f} → {:.3f}"),
         ("entropy", "train/entropy", "{:.3f} → {:.3f} nats per token"),
     ):
-        values = [value for record in steps if (value := record.get(key)) is not None]
+        known = steps if key == "train/entropy" else graded
+        values = [value for record in known if (value := record.get(key)) is not None]
         if values and (heading != "reward" or any(map(has_nonbinary_rewards, result.records))):
             rows.append((heading, form.format(values[0], values[-1])))
+    if ungraded := len(steps) - len(graded):
+        rows.append(
+            ("not graded", f"the answers of {ungraded} of {len(steps)} steps, which have no accuracy")
+        )
     rows.append(("a step", phases_text(times, sum("time/update" in record for record in result.records))))
     rows += [("run folder", str(result.folder)), ("plots", str(result.folder / "plots"))]
     rows += tracker_rows(config.tracking, result.folder)
     print_rows(console, rows, 10)
+    print_warnings(console, filter(None, [destroyed_policy(config, result.records)]))
 
 
 def phases_text(times: Mapping[str, float], steps: int) -> str:

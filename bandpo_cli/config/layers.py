@@ -18,11 +18,12 @@ from pydantic import ValidationError
 
 from bandpo_cli.config import shipped_configs
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.task import TaskSettings, default_layer
+from bandpo_cli.config.task import TaskSettings
 from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.paths import nearest_file, path_exists, read_text
+from bandpo_cli.registries import BUNDLED_MODELS, TASKS, task_kind
 from bandpo_cli.settings_validation import Section, TaggedSection, describe_error, setting_for
 
 _TAGGED: Mapping[str, type[TaggedSection]] = {"task": TaskSettings, "bounds": MethodSettings}
@@ -39,7 +40,7 @@ MERGE_TAG = "tag:yaml.org,2002:merge"
 """The tag of the key `<<`, whose value is a mapping, or a list of mappings, to take entries from."""
 
 
-Settings = Layer | RunConfig | Sequence[Layer | RunConfig]
+Settings = Layer | RunConfig | Iterable[Layer | RunConfig]
 """Settings in Python: a dictionary, whose keys may be dotted ({"optim.lr": 1e-4}); a `RunConfig`, which has a value for
 every setting; or a list of these, in which later ones win."""
 
@@ -47,7 +48,8 @@ every setting; or a list of these, in which later ones win."""
 def as_layers(settings: Settings) -> list[Layer]:
     """Return settings as nested layers. Raises ConfigError if they are anything else."""
     layers: list[Layer] = []
-    for given in settings if isinstance(settings, list | tuple) else [settings]:
+    is_one = isinstance(settings, Mapping | RunConfig | str) or not isinstance(settings, Iterable)
+    for given in [settings] if is_one else settings:
         layer: Any = given.model_dump(mode="json") if isinstance(given, RunConfig) else given
         if not isinstance(layer, Mapping):
             known = ", ".join(RunConfig.model_fields)
@@ -72,11 +74,33 @@ def resolve(settings: Settings) -> RunConfig:
     for layer in layers:
         merged = merge(merged, layer)
     model = merged.get("model")
-    defaults = default_layer(merged.get("task"), model.get("path") if isinstance(model, dict) else None)
+    defaults = _default_layer(merged.get("task"), model.get("path") if isinstance(model, dict) else None)
     try:
         return RunConfig.model_validate(_merge_mappings(defaults, merged))
     except ValidationError as error:
         raise ConfigError(validation_message(error, layers)) from None
+
+
+def _default_layer(task: Any, model: Any) -> dict[str, Any]:
+    """Return the defaults for the `task` section and the path of the model as the user wrote them, whatever they are.
+
+    Without a path (None), the model is the one that was made for the task, if there is one; without a name, the task is
+    the one that a bundled model was made for.
+    """
+    task = task if isinstance(task, dict) else {}
+    if TaskSettings.tag not in task and isinstance(model, str) and model in BUNDLED_MODELS:
+        task = {TaskSettings.tag: BUNDLED_MODELS[model]}
+    name = TaskSettings.kind_of(task)
+    entry = TASKS.get(task_kind(name)) if isinstance(name, str) else None
+    if entry is None:
+        return {}
+    is_bundled = entry.bundled_model is not None and model in (None, entry.bundled_model)
+    defaults = dict(entry.bundled_defaults if is_bundled else entry.defaults)
+    if is_bundled:
+        defaults["model"] = {"path": entry.bundled_model}
+    if is_bundled and entry.name != TaskSettings.default:  # else messages say that the task is the default
+        defaults["task"] = {TaskSettings.tag: entry.name}
+    return defaults
 
 
 def merge(base: Layer, over: Layer) -> dict[str, Any]:

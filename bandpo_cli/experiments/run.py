@@ -16,17 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.batch_and_sampling import use_expandable_segments
-from bandpo_cli.config.layers import Settings, as_layers, resolve
+from bandpo_cli.config.layers import Settings, as_layers, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import exits_as_errors, user_code
 from bandpo_cli.errors import GraderFailedError, closed_at_end
-from bandpo_cli.experiments.memory_check import check_memory, out_of_memory_errors
+from bandpo_cli.experiments.memory_check import OnEstimate, check_memory, out_of_memory_errors
 from bandpo_cli.experiments.monitor import StepMonitor
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, locked_resume, plan_fork, plan_training
 from bandpo_cli.experiments.preflight import callback_class, new_run_layers
-from bandpo_cli.experiments.record import close_record, disk_errors, open_folder
+from bandpo_cli.experiments.record import close_record, disk_errors, load_state, open_folder
 from bandpo_cli.grading.pool import failure_warnings
-from bandpo_cli.processes.ranks import Ranks, connected_ranks, is_main_process, lost_rank_errors
+from bandpo_cli.processes.ranks import (
+    Ranks,
+    check_same_on_all,
+    connected_ranks,
+    is_main_process,
+    lost_rank_errors,
+)
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RunFolder
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.outages import TrackerCallback
@@ -117,18 +123,9 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
             with status FAILED.
         LostRankError: the process of another rank has ended; a RunError.
     """
-    events, first = train_events(plan.config, callbacks), plan.first_step
-    config, components = plan.config, None
+    first = plan.first_step
     with ExitStack() as stack:
-        if plan.task is not None:  # else all steps are done; what is left is the summary and the plots
-            changeable = CHANGEABLE_SETTINGS if plan.is_resume else None
-            loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable)
-            # config.yaml has the dtype and the share of the GPU that were chosen at the start.
-            model = config.model.model_copy(update={"dtype": loaded.model.dtype})
-            share = {"memory_fraction": loaded.sampling.vllm.memory_fraction}
-            vllm = config.sampling.vllm.model_copy(update=share)
-            sampling = config.sampling.model_copy(update={"vllm": vllm})
-            config = config.model_copy(update={"model": model, "sampling": sampling})
+        events, config, components = start_run(plan, callbacks, stack)
         folder = open_folder(plan, config, components, stack)
         status: RunStatus = "FINISHED"
         stopped_by: str | None = None
@@ -152,18 +149,57 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
         return result if components is None else components.ranks.gather(result)[0]
 
 
+def start_run(
+    plan: Plan,
+    callbacks: Sequence[TrainCallback],
+    stack: ExitStack,
+    on_estimate: OnEstimate | None = None,
+) -> tuple[TrainEvents, RunConfig, Components | None]:
+    """Do all that the run of a plan does before its folder is written; a dry run calls this and ends.
+
+    `on_estimate` is as for `check_memory`; `stack` closes the components, which have the state of the checkpoint that
+    the run continues. Returns the dispatcher of trackers, `callbacks` and custom ones (on other ranks those for every
+    rank), the settings for config.yaml, and the components; None instead of them if all steps are done, so that the
+    summary and the plots are left.
+    """
+    config, is_main = plan.config, is_main_process()
+    chosen = [callback for callback in callbacks if is_main or getattr(callback, "on_every_rank", False)]
+    for name in config.tracking.callbacks:
+        cls = callback_class(name)
+        if is_main or getattr(cls, "on_every_rank", False):
+            with user_code(f"tracking.callbacks = '{name}'", cls):
+                chosen.append(cls())
+    trackers = [TrackerCallback(name, config.tracking) for name in config.tracking.names] if is_main else []
+    events: TrainEvents = Dispatcher([*trackers, *chosen])
+    if plan.task is None:
+        return events, config, None
+    changeable = CHANGEABLE_SETTINGS if plan.is_resume else None
+    loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable, on_estimate)
+    # config.yaml has the dtype and the share of the GPU that were chosen at the start.
+    model = config.model.model_copy(update={"dtype": loaded.model.dtype})
+    share = {"memory_fraction": loaded.sampling.vllm.memory_fraction}
+    vllm = config.sampling.vllm.model_copy(update=share)
+    sampling = config.sampling.model_copy(update={"vllm": vllm})
+    config = config.model_copy(update={"model": model, "sampling": sampling})
+    check_same_on_all(components.ranks, to_yaml(config), str(plan.step))
+    load_state(plan, config, components)
+    return events, config, components
+
+
 def load_components(
     config: RunConfig,
     task: Task,
     events: TrainEvents,
     stack: ExitStack,
     changeable: Sequence[str] | None = None,
+    on_estimate: OnEstimate | None = None,
 ) -> tuple[RunConfig, Components]:
     """Load model, sampler, grader and optimizer on all ranks; `stack` closes them and warns of grader errors.
 
-    `changeable` is as for `check_memory`. Returns the settings that the components have on this machine.
+    `changeable` and `on_estimate` are as for `check_memory`. Returns the settings that the components have on this
+    machine.
     """
-    config, ranks = start_process(config, task, events, stack, changeable=changeable)
+    config, ranks = start_process(config, task, events, stack, True, changeable, on_estimate)
     with out_of_memory_errors(config):
         from bandpo_cli.training.build import build_components
 
@@ -180,10 +216,11 @@ def start_process(
     stack: ExitStack,
     training: bool = True,
     changeable: Sequence[str] | None = None,
+    on_estimate: OnEstimate | None = None,
 ) -> tuple[RunConfig, Ranks]:
     """Begin the phase `load`: choose kernels, connect the ranks until `stack` closes, and check the memory.
 
-    `training` and `changeable` are as for `check_memory`. Returns the settings with what they are on this machine, such
+    The last three arguments are as for `check_memory`. Returns the settings with what they are on this machine, such
     as the dtype that `auto` is and vLLM's share of the GPU.
     """
     events.phase("load")
@@ -193,7 +230,7 @@ def start_process(
     config = with_resolved_dtype(config)
     stack.enter_context(deterministic_kernels(config, training))
     ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
-    return check_memory(config, ranks, training, changeable, task), ranks
+    return check_memory(config, ranks, training, changeable, task, on_estimate), ranks
 
 
 def _warn_of_grader_errors(
@@ -244,16 +281,3 @@ def train_steps(
     if reason is not None and is_main:
         log.warning("the run ends after step %d of %d: %s", last, config.steps, reason)
     return ("KILLED" if last < config.steps and reason is None else "FINISHED"), reason
-
-
-def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:
-    """Return the dispatcher of a run: trackers, `callbacks`, custom ones; on other ranks those for every rank."""
-    is_main, tracking = is_main_process(), config.tracking
-    chosen = [callback for callback in callbacks if is_main or getattr(callback, "on_every_rank", False)]
-    for name in tracking.callbacks:
-        cls = callback_class(name)
-        if is_main or getattr(cls, "on_every_rank", False):
-            with user_code(f"tracking.callbacks = '{name}'", cls):
-                chosen.append(cls())
-    trackers = [TrackerCallback(name, tracking) for name in tracking.names] if is_main else []
-    return Dispatcher([*trackers, *chosen])

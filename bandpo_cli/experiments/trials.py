@@ -1,37 +1,43 @@
-"""Trials before a run: the first prompt, every grader (dry run), and some completions and one step (probe).
+"""Trials before a run: its start and every grader (dry run), and some completions and one step (probe).
 
 Nothing is written, and MLflow receives nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.layers import with_values
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.experiments.memory_check import out_of_memory_errors
+from bandpo_cli.experiments.memory_check import OnEstimate, out_of_memory_errors
 from bandpo_cli.experiments.plan import Plan
 from bandpo_cli.experiments.preflight import problems_by_grader
-from bandpo_cli.experiments.run import load_components
-from bandpo_cli.grading.pool import IMPORT_ADVICE, GraderPool, problem_error
-from bandpo_cli.registries import GRADERS
+from bandpo_cli.experiments.run import load_components, start_run
+from bandpo_cli.grading.pool import DUMMY_TEXT, IMPORT_ADVICE, GraderPool, problem_error
+from bandpo_cli.paths import path_exists, user_path
+from bandpo_cli.registries import BUNDLED_MODELS, GRADERS
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.types import MALFORMED, Grade, Group, Problem, is_ungraded
 
 if TYPE_CHECKING:
-    from bandpo_cli.sampling.prompt_encoding import PromptEncoder
+    from bandpo_cli.models.memory_estimate import MemoryEstimate
+    from bandpo_cli.sampling.rollouts import Prompts
+    from bandpo_cli.training.build import Components
 
 _ANSWER_FORMS = {"answer-line": "Answer: {}", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
 """Final answers as the templates ask for them."""
 
 PROBLEMS = 32
-"""Problems that are sampled, rounded to a multiple of `optim.updates`."""
+"""Problems that a probe samples."""
+
+PART = 4
+"""Problems of a probe after which it reports the time that the others take."""
 
 TRIAL_TOKENS = 8192
 """Completion tokens of the trial step, if one group per update has no more: the updates of larger models take a minute
@@ -71,25 +77,51 @@ def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
             yield GraderTrial(problem, completion, grade, tuple(warnings))
 
 
-def first_prompt(config: RunConfig, task: Task) -> tuple[PromptEncoder, Problem, list[str]]:
-    """Return the encoder of a run's prompts, its first problem, and warnings; reads no weights."""
-    from bandpo_cli.models.load import check_vocabulary, load_tokenizer, read_config
-    from bandpo_cli.sampling.prompt_encoding import PromptEncoder, check_context_length
-    from bandpo_cli.sampling.rollouts import fitting_problems
+class _NotLoadedError(Exception):
+    """The reason why a dry run does not load the weights, which training would load."""
 
-    model, tokenizer = read_config(config.model), load_tokenizer(config.model)
-    rows = model.get_text_config().vocab_size
-    check_context_length(model, config)
-    check_vocabulary(tokenizer, rows, config.model.path)
-    encoder = PromptEncoder.of_run(tokenizer, config, rows)
-    if config.task.functions:
-        encoder.check_turn()
-    train, _, warnings = fitting_problems(encoder, task, config)
-    return encoder, train[0], warnings
+
+def dry_run(
+    plan: Plan, callbacks: Sequence[TrainCallback], stack: ExitStack, on_estimate: OnEstimate
+) -> tuple[Components | Prompts | None, str]:
+    """Start the run of a plan as training does, and stop before its folder is written; see `start_run`.
+
+    Returns what was loaded, and what was not and why: no weights are loaded that are not on this machine yet, or of a
+    run that does not fit into its memory. The errors are those of training.
+    """
+
+    def check_loading(config: RunConfig, estimate: MemoryEstimate) -> None:
+        on_estimate(config, estimate)
+        if not _has_weights(config.model):
+            raise _NotLoadedError("they are not on this machine; training downloads them")
+        if not (estimate.device.on_gpu or estimate.fits):
+            raise _NotLoadedError("the run does not fit into the memory of this machine")
+
+    try:
+        return start_run(plan, callbacks, stack, check_loading)[2], ""
+    except _NotLoadedError as reason:
+        from bandpo_cli.sampling.rollouts import prompts_without_weights
+
+        assert plan.task is not None  # else there is nothing to load
+        return prompts_without_weights(plan.pinned, plan.task), f"the weights: {reason}"
+
+
+def _has_weights(model: ModelConfig) -> bool:
+    """Return whether the weights are on this machine: of a folder, or of the hub in its cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from bandpo_cli.models.model_files import INDEX, WEIGHTS
+
+    if model.path in BUNDLED_MODELS or path_exists(user_path(model.path)):
+        return True
+    cached = (try_to_load_from_cache(model.path, name, revision=model.revision) for name in (WEIGHTS, INDEX))
+    return any(isinstance(path, str) for path in cached)
 
 
 def _dummy_completion(config: RunConfig, problem: Problem) -> str:
     """Return the reference in the form that the template or, for another template, the grader asks for."""
+    if not problem.answer:
+        return DUMMY_TEXT
     if problem.grader == "countdown":  # the reference is the value of an expression
         return " + ".join(str(problem.extra["numbers"]).split())
     if problem.grader == "reasoning-gym":
@@ -122,15 +154,24 @@ class ProbeReport:
     run_seconds: float
 
 
-def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
+def probe(
+    plan: Plan,
+    callbacks: Sequence[TrainCallback] = (),
+    size: int = PROBLEMS,
+    on_progress: Callable[[int, int, float], None] = lambda *_: None,
+) -> ProbeReport:
     """Sample and grade completions of the untrained model, and measure a trial step; the errors are those of `train`.
 
     The trial step has the updates of a step of the run at the full learning rate, on a part of the groups, first those
     whose rewards differ. The weights that it changes are in memory only. `callbacks` receive the event `phase`.
+
+    `size` is the number of problems, rounded to a multiple of `optim.updates`. `on_progress` receives after each part
+    the numbers of problems that are sampled and graded, and of all, and the seconds that the others take by the last
+    part: the engine of the trainer samples `PART` problems at a time, another one these and then all others.
     """
     run, updates, task = plan.pinned, plan.config.optim.updates, plan.task
     assert task is not None  # only a resume can be without problems
-    problems = min(PROBLEMS, len(task.train_problems()))
+    problems = min(size, len(task.train_problems()))
     values = {
         "sampling.prompts": max(1, problems // updates) * updates,
         "sampling.dynamic": False,
@@ -151,8 +192,14 @@ def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
         from bandpo_cli.training.update import update_policy
 
         policy, timer = components.policy, StepTimer(events.phase)
+        groups: list[Group] = []
         with RolloutBatches(config, components) as batches:
-            groups = batches.take(1, timer).groups
+            while (left := config.sampling.prompts - len(groups)) > 0:
+                count = left if groups and components.sampler.streams else min(PART, left)
+                start = timer.seconds("sample", "grade")
+                groups += batches.take_part(1, len(groups), count, timer)
+                seconds = (timer.seconds("sample", "grade") - start) / count * (left - count)
+                on_progress(len(groups), config.sampling.prompts, seconds)
         metrics = rollout_metrics(groups)
         useful = round((1 - metrics["train/uniform_group_fraction"]) * len(groups))
         tokens = metrics["train/response_length"] * run.sampling.samples * updates
@@ -176,5 +223,5 @@ def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
     evaluations = sum(run.evaluation.is_due(step, run.steps) for step in range(run.steps + 1))
     heldout = sum(len(items[: run.evaluation.problems]) for items in task.heldout_sets().values())
     evaluating = evaluations * heldout * per_prompt * run.evaluation.samples / run.sampling.samples
-    seconds = sampling, updating, run.steps * (sampling + (updating or 0.0)) + evaluating
-    return ProbeReport(groups, metrics, tried, *seconds)
+    times = sampling, updating, run.steps * (sampling + (updating or 0.0)) + evaluating
+    return ProbeReport(groups, metrics, tried, *times)

@@ -127,6 +127,8 @@ MISTAKES: dict[str, list[str]] = {
     "trian": ["No such command 'trian'"],
     # further settings and names of a run
     "train --method clip --delta 0.1": ["bounds.delta", "of 'clip'", "eps_high"],
+    "train --probe-size 8": ["--probe-size 8: it goes with --probe"],
+    "train --all-settings": ["--all-settings: it goes with --dry-run"],
     "train --probe --resume first --dry-run": ["--probe: it tries a new run", "leave out --resume and --dry-run"],
     "train --steps 2 --profile 2": ["--profile 2", "give 1 to 1"],
     "train --model ./nowhere": ["./nowhere", "no such run or folder"],
@@ -274,7 +276,18 @@ def test_grpo_and_ppo_mean_clip(alias):
 
 def test_flags_are_settings_also_with_value_0(folder, monkeypatch):
     (folder / "seed.yaml").write_text("seed: 3\n")
-    flags = ["-c", "seed.yaml", "--lr", "3e-6", "--max-tokens", "7", "--seed", "0", "--dry-run"]
+    flags = [
+        "-c",
+        "seed.yaml",
+        "--lr",
+        "3e-6",
+        "--max-tokens",
+        "7",
+        "--seed",
+        "0",
+        "--dry-run",
+        "--all-settings",
+    ]
     printed = succeed("train", *flags, cwd=folder).out
     for line in ("lr: 3.0e-06", "max_tokens: 7", "seed: 0"):
         assert f"{line}\n" in printed

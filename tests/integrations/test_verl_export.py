@@ -320,7 +320,7 @@ def test_the_entropy_bonus_is_that_of_a_run(aggregation, compose, verl_package):
     weights = AGGREGATIONS[aggregation](lengths, config.sampling.max_tokens).repeat_interleave(lengths)
     loss, old = policy_loss(config.bounds, config.objective), new.logprobs.detach()
     tokens = LossBatch(lengths, torch.zeros_like(old), old, loss.prepare(old, torch.zeros_like(old)))
-    found = policy_objective(loss, new.logprobs, tokens, weights, 0.0, new.sampling_entropy)
+    found = policy_objective(loss, new.logprobs, tokens, weights, new.sampling_entropy)
     torch.testing.assert_close(found.loss, expected.detach().float(), rtol=1e-6, atol=0)
     (gradient,) = torch.autograd.grad(new.sampling_entropy, hidden, found.entropy_gradient)
     (other,) = torch.autograd.grad(expected, hidden)
