@@ -67,7 +67,7 @@ CAPTIONS = {
     "tuning_lr": "Tuning: held-out accuracy or reward against learning rate",
     "entropy": "Entropy of the policy over steps",
     "accuracy_entropy": "Held-out accuracy against entropy",
-    "clip_by_probability": "Share of clipped tokens by probability",
+    "clip_by_probability": "Clip fraction by probability",
 }
 """Captions of the plots by file name without suffix, in the order of the report."""
 
