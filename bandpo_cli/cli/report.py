@@ -26,7 +26,7 @@ _WIDE = 110
 @opt.documented
 def report(
     paths: Annotated[list[Path], opt.argument("PATH", complete=folder_of("sweep", "run"))],
-    baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's")] = None,
+    baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's, else the first")] = None,
     by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
     out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
     margin: Annotated[float, opt.option("M")] = 0.02,
