@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 from pydantic_core import PydanticCustomError
 
 from bandpo_cli.custom_code import is_function_path
@@ -134,6 +134,17 @@ def require(holds: object, problem: str) -> None:
     """Raise ValueError, which pydantic reports with the key of the section or field, unless `holds` is true."""
     if not holds:
         raise ValueError(problem)
+
+
+def number_or(*words: str) -> BeforeValidator:
+    """Return the check of a setting that is a whole number above 0 or one of `words`, with one error for both."""
+
+    def check(value: Any) -> Any:
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        require(value in words or is_count, f"a whole number above 0 is expected, or {' or '.join(words)}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def key_error(key: object, problem: str) -> PydanticCustomError:
