@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from bandpo_cli.errors import one_line
 from bandpo_cli.types import Rollout, RunStatus
 
 
@@ -16,6 +17,14 @@ class StepReport:
     step: int
     record: dict[str, float]
     sample: Rollout | None
+    stop_reasons: list[str] = field(default_factory=list, compare=False)
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, with a checkpoint and the status FINISHED; call it while `step` is executed.
+
+        `reason` becomes `stopped_by` in summary.json.
+        """
+        self.stop_reasons.append(one_line(reason))
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,15 @@ class RunInfo:
 class RunResult:
     """The end of a training run, with the lines of metrics.jsonl.
 
-    `error` is the exception that ended the run; None when it finished or was stopped by request.
+    `error` is the exception that ended the run; None when it finished or was stopped by request. `stopped_by` is the
+    criterion of `stop`, or the reason of a callback, that ended the run before its last step.
     """
 
     folder: Path
     status: RunStatus
     records: list[dict[str, Any]]
     error: BaseException | None = None
+    stopped_by: str | None = None
 
     @property
     def name(self) -> str:

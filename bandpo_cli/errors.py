@@ -64,6 +64,12 @@ def one_line(text: str) -> str:
     return _shorten("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shortened))
 
 
+def excerpt(text: str, chars: int) -> str:
+    """Return a text on one line; of a longer text the first `chars` characters, with …"""
+    line = " ".join(text[: 4 * chars].split())  # a text may have many megabytes
+    return line if len(line) <= chars else f"{line[: chars - 2]} …"
+
+
 def _shorten(text: str) -> str:
     """Cut out the middle: the beginning names the mistake, the end what to type instead."""
     return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:700]} ... {text[-295:]}"

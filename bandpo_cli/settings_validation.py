@@ -1,13 +1,21 @@
 """Validation of settings: base classes of sections, unknown keys ("did you mean"), sections chosen by a tag."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from bandpo_cli.custom_code import is_function_path
-from bandpo_cli.errors import nearest, unknown_choice
+from bandpo_cli.errors import ConfigError, nearest, redact_credentials, unknown_choice
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -81,6 +89,21 @@ class Section(BaseModel):
     """Frozen settings: unknown keys are an error, and the attributes' docstrings are their descriptions."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    def __init__(self, /, **values: Any) -> None:
+        """Raise ConfigError, with the messages of the command line, if a value is not valid."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(describe_error(error)[0]) from None
+
+    # Validation of a section within another one does not call __init__.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ConfigError(
+            f"{name} = {value!r}: settings are frozen; bandpo_cli.config.layers.with_values changes a copy"
+        )
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())  # pydantic's own hash fails for a field that is a dictionary
@@ -165,6 +188,7 @@ def check_keys(
         having = [peer for peer, settings in peers.items() if key in settings.model_fields]
         meant = setting_for(str(key)) if issubclass(cls, Section) and not having else None
         near = f" (did you mean '{meant}'?)" if meant else nearest(str(key), known)
+        near = "; indent it below its section" if meant == key else near
         more = f" and {len(having) - _MAX_PEERS} more" if len(having) > _MAX_PEERS else ""
         elsewhere = (
             f"; a setting of {', '.join(having[:_MAX_PEERS])}{more}: add {tag}: {having[0]}" if having else ""
@@ -177,6 +201,40 @@ def check_keys(
             )
         raise key_error(key, f": no such setting{of}{near}; known: {', '.join(known) or 'none'}{elsewhere}")
     return values
+
+
+def describe_error(error: ValidationError, within: Sequence[str] = ()) -> tuple[str, list[int | str]]:
+    """Return the first error as `key = value: what is wrong and what is allowed`, and the parts of its key.
+
+    The text ends with the number of further errors. `within` are the keys of the section that was validated, if it was
+    not a complete configuration.
+    """
+    first, *others = error.errors(include_url=False)
+    context = first.get("ctx", {})
+    parts = [*within, *first["loc"], *filter(None, [context.get("key")])]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+    message = first["msg"].removeprefix("Value error, ")
+    message = message.removesuffix(", unable to parse string as an integer")
+    message = message.replace("Input should be a valid integer", "Expected an integer")
+    if first["type"] == "literal_error":
+        allowed = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        message = unknown_choice(first["input"], allowed)
+    if first["type"] in ("list_type", "tuple_type"):
+        message = f"a list is expected here, such as {path}=[{first['input']}]"
+    if first["type"] == "dict_type":
+        message = f"keys with values are expected here, such as {path}.KEY=VALUE"
+    if "problem" in context:
+        message = f"{path}{context['problem']}"
+    elif first["type"] == "missing":
+        message = f"{path}: no value is given; add --set {path}=VALUE, or the key in a file"
+    elif path:
+        # A secret in the address of MLflow is not printed.
+        value = redact_credentials(repr(first["input"]))
+        value = value if len(value) <= 80 else f"{value[:77]}..."
+        message = f"{path} = {value}: {message[0].lower()}{message[1:]}"
+    if others:
+        message += f" (and {len(others)} more)"
+    return message, parts
 
 
 def option_word(name: str) -> str:

@@ -42,8 +42,8 @@ from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.grading.quantities import read_number, read_unit
 from bandpo_cli.grading.rewrites import MAX_ANSWER_CHARS
 from bandpo_cli.tasks.completions import read_completions
-from bandpo_cli.tasks.question_answers import question_key
-from bandpo_cli.tasks.rows import as_answer, as_level, read_question
+from bandpo_cli.tasks.question_answers import question_key, read_question
+from bandpo_cli.tasks.rows import as_answer, as_level
 from bandpo_cli.tasks.task import bare_question, compatibility_form
 from bandpo_cli.types import Grade, Problem
 

@@ -85,15 +85,10 @@ def evaluate(
     tasks, template and seed of the run, so the metrics equal the metrics of the run.
 
     [bold]bandpo eval --model NAME[/bold]  a run's latest checkpoint
-
     [bold]bandpo eval --model NAME@40 --n 64 --k 1,8,64[/bold]  an earlier one, more samples
-
     [bold]bandpo eval --model NAME@0[/bold]  the model before training, on the run's own problems
-
     [bold]bandpo eval --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --task math500[/bold]
-
     [bold]bandpo eval --samples completions.jsonl --grader math[/bold]  completions from anywhere
-
     [bold]bandpo eval compare EVAL_A EVAL_B[/bold]  the difference, problem by problem
 
     Args:
@@ -173,7 +168,6 @@ def compare(
     problems that both have are compared, and settings that differ are listed.
 
     [bold]bandpo eval compare before after[/bold]  two evaluations
-
     [bold]bandpo eval compare NAME@0 NAME@100[/bold]  two steps of a run
 
     Args:
@@ -414,4 +408,6 @@ def print_comparison(console: Console, result: ComparisonResult, show: int) -> N
             print_line(console, line)
         for id_, share_a, share_b in compared.changed_problems[:show]:
             digits = 2 if f"{share_a:.2f}" != f"{share_b:.2f}" else 4
-            print_line(console, f"  {share_a:.{digits}f} → {share_b:.{digits}f}  {id_}")
+            question = compared.questions[id_]
+            name = id_ if not question or question.strip(" :=") in id_ else f"{question}  ({id_})"
+            print_line(console, f"  {share_a:.{digits}f} → {share_b:.{digits}f}  {name}")

@@ -37,7 +37,7 @@ def export_verl(
     set_: opt.Assignments = None,
     nodes: Annotated[int, opt.option("N", min=1)] = 1,
     gpus_per_node: Annotated[int, opt.option("N", min=1)] = 8,
-    allow_differences: Annotated[bool, opt.option(flags=["--allow-differences"])] = False,
+    allow_differences: Annotated[bool, opt.option()] = False,
 ) -> None:
     """Write a folder with which verl runs an experiment on one or several machines.
 
@@ -139,7 +139,7 @@ def import_verl(
 @opt.documented
 def sync(
     runs: Annotated[list[str] | None, opt.argument("RUN...", complete=folder_of("run", "sweep"))] = None,
-    all_: Annotated[bool, opt.option(flags=["--all"])] = False,
+    all_: Annotated[bool, opt.option()] = False,
     tracker: Annotated[
         list[str] | None, opt.option("NAME", "those of the run", complete=one_of(TRACKERS))
     ] = None,

@@ -117,13 +117,37 @@ def argument(
 
 
 def documented(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of a command with the texts of its section `Args` as the help of its options."""
+    """Return the function of a command with the texts of its section `Args` as the help of its options.
+
+    An option of the type bool is a flag without a value, and has no opposite.
+    """
     about, _, section = inspect.cleandoc(command.__doc__ or "").partition("\n\nArgs:\n")
     command.__doc__ = about
     command.__annotations__ = inspect.get_annotations(command, eval_str=True)
     for name, text in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", section, re.MULTILINE):
         command.__annotations__[name].__metadata__[0].help = " ".join(text.split())
+    for name, annotation in command.__annotations__.items():
+        if getattr(annotation, "__origin__", None) is bool:
+            flag = annotation.__metadata__[0]
+            flag.param_decls, flag.metavar = (f"--{name.strip('_').replace('_', '-')}",), ""
     return command
+
+
+_PANELS: dict[str, tuple[str, ...]] = {
+    "Options": (),
+    "Compared values": ("seeds", "axis", "recorded", "tuned_on", "baseline"),
+    "Execution": ("jobs", "gpus_per_run", "stop_behind", "executor", "ray_address", "nproc"),
+    "Model": ("model",),
+    "Data": ("task", "samples", "evaluation.problems"),
+    "Sampling": ("sampling", "evaluation", "n", "k"),
+    "Method": ("bounds",),
+    "Optimization": ("optim",),
+    "Tracking": ("tracking",),
+}
+"""The panels of the help and their settings, sections of settings and parameters, in the order of docs/settings.md."""
+
+
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names}
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +247,8 @@ _GRADER = Flag("--grader", "task.grader", str, f"Grader: {GRADERS.names_text()}.
 _TEMPLATE = Flag("--template", "task.template", str,
                  f"User message: {', '.join(TEMPLATES)}, or a text that contains {{question}}.", "answer-line",
                  "NAME|TEXT", names=TEMPLATES)
-_DETERMINISTIC = Flag("--deterministic", "deterministic", bool, "The same bits in every run on the same GPU; slower.")
+_DETERMINISTIC = Flag("--deterministic", "deterministic", bool, "The same bits in every run on the same GPU; slower.",
+                      metavar="")
 
 SETTINGS = (
     Flag("--method", "bounds.method", str, f"Policy loss: {METHODS.names_text()}; grpo and ppo mean clip.", "band",
@@ -245,8 +270,8 @@ SETTINGS = (
     Flag("--max-tokens", "sampling.max_tokens", int, "Maximum number of tokens per completion.",
          "1024; for countdown 8, or 32 with another model; for calculator 48", "N", sweep="several values"),
     _SAMPLER,
-    Flag("--steps", "steps", int, "Batches of rollouts per run.", "100"),
-    Flag("--seed", "seed", int, "Seed of every random choice.", "0", sweep="no flag"),
+    Flag("--steps", "steps", int, "Batches of rollouts per run.", "100", "N"),
+    Flag("--seed", "seed", int, "Seed of every random choice.", "0", "N", sweep="no flag"),
     _DETERMINISTIC,
     Flag("--tracker", "tracking.trackers", list[str],
          f"Tracker that gets a copy of the run: {TRACKERS.names_text()}; repeatable, or several separated by commas.",
@@ -264,7 +289,7 @@ EVAL_SETTINGS = (
     Flag("--limit", "evaluation.problems", int,
          "Maximum number of problems per set. The sample is random but the same in every run.", None, "N",
          more={"min": 1}),
-    Flag("--seed", "seed", int, "Seed of the sampling.", "the run's, else 0", "SEED"),
+    Flag("--seed", "seed", int, "Seed of the sampling.", "the run's, else 0", "N"),
     _DETERMINISTIC,
     _TEMPLATE,
     _GRADER,
@@ -274,7 +299,7 @@ EVAL_SETTINGS = (
 TRACKING_SETTINGS = (
     Flag("--tracking-uri", "tracking.uri", str, "MLflow server or store.",
          "$MLFLOW_TRACKING_URI, else mlflow.db in --runs-dir", "URI"),
-    Flag("--mlflow/--no-mlflow", "tracking.mlflow", bool, "Send metrics to MLflow.", "as --tracker"),
+    Flag("--mlflow/--no-mlflow", "tracking.mlflow", bool, "Send metrics to MLflow.", "as --tracker", ""),
     Flag("--stall-after", "tracking.stall_after", float,
          "Report what does not answer for so long, in seconds; 0 reports nothing.", "600", "SECONDS", more={"min": 0}),
 )
@@ -292,15 +317,21 @@ def takes_settings(function: Callable[..., Any]) -> Callable[..., Any]:
     The function gets the settings that were given on the command line, by dotted name.
     """
     command = function.__name__
-    parameters: list[inspect.Parameter] = []
+    panels: dict[str, list[inspect.Parameter]] = {key: [] for key in _PANELS}
     groups: dict[str, list[Flag]] = {}
     for name, parameter in inspect.signature(documented(function)).parameters.items():
-        flags = getattr(parameter.annotation, "__metadata__", (None,))[0]
+        flags: Any = getattr(parameter.annotation, "__metadata__", (None,))[0]
         if isinstance(flags, tuple):
             groups[name] = [flag for flag in flags if command != "sweep" or flag.sweep != "no flag"]
-            parameters += [flag.option(command) for flag in groups[name]]
+            options = {flag.setting: flag.option(command) for flag in groups[name]}
         else:
-            parameters.append(parameter)
+            options = {name: parameter}
+        for key, item in options.items():
+            panel = _PANEL_OF.get(key) or _PANEL_OF.get(key.partition(".")[0], "Options")
+            if panel != "Options":  # other commands share the options of this panel
+                item.annotation.__metadata__[0].rich_help_panel = panel
+            panels[panel].append(item)
+    parameters = [parameter for panel in panels.values() for parameter in panel]
 
     @functools.wraps(function)
     def run(**values: Any) -> Any:

@@ -1,7 +1,10 @@
 """Previews of a training run: `--dry-run`, the memory estimate, and `--probe`."""
 
-from contextlib import closing
+from __future__ import annotations
+
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -19,7 +22,7 @@ from bandpo_cli.cli.console import (
     print_warnings,
 )
 from bandpo_cli.cli.train_view import sample_text, settings_rows
-from bandpo_cli.config.layers import to_yaml
+from bandpo_cli.config.layers import setting_text, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.experiments.memory_check import (
@@ -31,49 +34,88 @@ from bandpo_cli.experiments.memory_check import (
 )
 from bandpo_cli.experiments.monitor import advice
 from bandpo_cli.experiments.plan import Plan
-from bandpo_cli.experiments.trials import ProbeReport, probe
+from bandpo_cli.experiments.trials import ProbeReport, dry_run, probe, try_graders
 from bandpo_cli.metric_names import has_nonbinary_rewards
-from bandpo_cli.tasks.task import Task
+from bandpo_cli.processes.ranks import is_main_process
+from bandpo_cli.results import changed_settings
+from bandpo_cli.types import Problem
+
+if TYPE_CHECKING:
+    from bandpo_cli.models.memory_estimate import MemoryEstimate
+    from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 
 
-def print_dry_run(console: Console, config: RunConfig, task: Task, ranks: int = 1) -> None:
-    """Print all settings, a trial of every grader, before torch is imported, the memory estimate and a prompt."""
-    from bandpo_cli.experiments.trials import first_prompt, try_graders
+def print_changes(console: Console, config: RunConfig, all_settings: bool) -> None:
+    """Print the settings that differ from the defaults, one line each, or all settings as a config file."""
+    if all_settings:
+        console.print(to_yaml(config), markup=False, highlight=False)
+        return
+    table = make_table("changed setting", "value", "default")
+    for key, values in changed_settings(config, complete=True).items():
+        table.add_row(key, *(Text("null" if value is None else setting_text(value)) for value in values))
+    if table.row_count:
+        console.print(table, highlight=False)
+    else:
+        print_line(console, "all settings have their defaults (--all-settings prints them)")
 
-    console.print(to_yaml(config), markup=False, highlight=False)
-    for trial in try_graders(config, task):
+
+def print_dry_run(console: Console, plan: Plan) -> None:
+    """Print a trial of every grader, the memory estimate and the first prompt, and start the run up to its folder.
+
+    The errors are those of training.
+    """
+    config, task = plan.pinned, plan.task
+    assert task is not None  # only a resume can be without problems
+    for trial in try_graders(config, task) if is_main_process() else ():
         problem, grade = trial.problem, trial.grade
-        dummy = f"the dummy completion {trial.completion!r:.80} for the reference {problem.answer!r:.80}"
+        dummy = f"the dummy completion {trial.completion!r:.80}"
+        dummy += f" for the reference {problem.answer!r:.80}" if problem.answer else ""
         reward = f"reward {grade.reward:g}" if grade.has_reward else "without a reward (None or NaN)"
         line = f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}"
         print_line(console, line, "grader")
         print_warnings(console, trial.warnings)
-    if print_memory(console, config, task, ranks):
-        encoder, problem, warnings = first_prompt(config, task)
-        ids, most = encoder.encode([problem])[0].token_ids, config.sampling.max_prompt_tokens
-        pieces, count = [*encoder.pieces(ids)], f"{len(ids):,} tokens (sampling.max_prompt_tokens = {most:,})"
-        print_line(console, f"of problem {problem.id}, {count}:", "prompt")
-        styled = [(text, "" if token is None else "reverse") for text, token in pieces]
-        console.print(Text.assemble(*styled), soft_wrap=True)
-        special = ", ".join(f"{text} ({token})" for text, token in pieces if token is not None)
-        print_line(console, special or "none", "special tokens")
-        if arguments := config.model.chat_template_kwargs:
-            effect = encoder.effect_of_arguments(problem)
-            changed = "these lines of it:" if effect else "nothing in it: these are the template's own values"
-            line = f"model.chat_template_kwargs = {arguments} changes {changed}"
-            print_line(console, "\n".join([line, *effect]), "template")
-        print_warnings(console, warnings)
+    with ExitStack() as stack:
+        view = stack.enter_context(closing(ExperimentView(console)))
+        view.spinners = {"load": LOADING}
+
+        def show_memory(config: RunConfig, estimate: MemoryEstimate) -> None:
+            view.spin(None)
+            print_memory(console, config, estimate)
+            view.phase("load")
+
+        loaded, unchecked = dry_run(plan, [view], stack, show_memory)
+        view.spin(None)
+        assert loaded is not None
+        print_prompt(console, config, loaded.encoder, loaded.train[0])
+        print_warnings(console, loaded.notes)
+    if unchecked:
+        print_line(console, unchecked, "not checked:", "yellow")
+    print_line(console, UNCHECKED if unchecked else f"training starts with these settings; {UNCHECKED}")
 
 
-def print_memory(console: Console, config: RunConfig, task: Task | None = None, ranks: int = 1) -> bool:
-    """Print the memory estimate of a rank, and whether the run fits; return False if the model cannot be read."""
-    try:
-        estimate = memory_report(config, ranks)
-    except UserError as error:
-        print_line(console, str(error), "no estimate of memory:", "yellow")
-        return False
-    if not estimate.fits:
-        config, estimate = memory_of_task(config, task, ranks)
+UNCHECKED = (
+    "only training shows the results of a step, the space on the disk, and whether the trackers answer"
+)
+
+
+def print_prompt(console: Console, config: RunConfig, encoder: PromptEncoder, problem: Problem) -> None:
+    """Print a prompt as the model reads it, its special tokens, and the effect of arguments of the chat template."""
+    ids, most = encoder.encode([problem])[0].token_ids, config.sampling.max_prompt_tokens
+    pieces, count = [*encoder.pieces(ids)], f"{len(ids):,} tokens (sampling.max_prompt_tokens = {most:,})"
+    print_line(console, f"of problem {problem.id}, {count}:", "prompt")
+    styled = [(text, "" if token is None else "reverse") for text, token in pieces]
+    console.print(Text.assemble(*styled), soft_wrap=True)
+    special = ", ".join(f"{text} ({token})" for text, token in pieces if token is not None)
+    print_line(console, special or "none", "special tokens")
+    if arguments := config.model.chat_template_kwargs:
+        effect = encoder.effect_of_arguments(problem)
+        changed = "these lines of it:" if effect else "nothing in it: these are the template's own values"
+        line = f"model.chat_template_kwargs = {arguments} changes {changed}"
+        print_line(console, "\n".join([line, *effect]), "template")
+
+
+def print_memory(console: Console, config: RunConfig, estimate: MemoryEstimate) -> None:
+    """Print the memory estimate of a rank, and whether the run fits, or with which settings it does."""
     over = "" if estimate.ranks == 1 else f", a rank of {estimate.ranks}"
     table = make_table(f"{estimate.parameters / 1e6:,.1f}M parameters{over}", ">GiB", "while")
     phases = {
@@ -87,16 +129,15 @@ def print_memory(console: Console, config: RunConfig, task: Task | None = None, 
         for name, size in components.items():
             table.add_row(name, f"{size / GIB:,.2f}", phase)
     console.print(table, highlight=False)
-    print_line(console, f"{describe_memory(estimate)}: {'fits' if estimate.fits else 'too much'}")
+    fits = "fits" if estimate.fits else f"too much; {saving_advice(config, estimate)}"
+    heading = "" if estimate.fits else "warning:"
+    print_line(console, f"{describe_memory(estimate)}: {fits}", heading, "yellow")
     if config.model.lora is not None:
         without = {"model": config.model.model_copy(update={"lora": None})}
-        peak = memory_report(config.model_copy(update=without), ranks).peak
+        peak = memory_report(config.model_copy(update=without), estimate.ranks).peak
         trained = f"{estimate.trained / 1e6:,.1f}M of {estimate.parameters / 1e6:,.1f}M parameters"
         line = f"trains {trained}; training all weights takes {peak / GIB:,.1f} GiB at the peak"
         print_line(console, line, "LoRA")
-    if not estimate.fits:
-        print_warnings(console, [saving_advice(config, estimate)])
-    return True
 
 
 def run_probe(plan: Plan, runs_dir: Path) -> None:
@@ -113,7 +154,8 @@ def run_probe(plan: Plan, runs_dir: Path) -> None:
         view.spinners |= dict.fromkeys(("logprobs", "update"), "a trial step …")
         report = probe(plan, [view])
     print_results(console, plan.config, report)
-    print_memory(console, plan.config, task)
+    with suppress(UserError):  # of a model without an estimate
+        print_memory(console, *memory_of_task(plan.config, task))
     print_warnings(console, lines := advice(plan.config, report.metrics), "try:")
     if not lines:
         print_line(console, "nothing to change: the run can learn from these completions")

@@ -54,17 +54,15 @@ def sweep(
     recorded: Annotated[str | None, opt.option("RUN", complete=folder_of("run"))] = None,
     tuned_on: Annotated[str | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
     baseline: Annotated[str | None, opt.option("VARIANT")] = None,
-    jobs: Annotated[
-        int | None, opt.option(default="as many as there are GPUs for, else cores", min=1)
-    ] = None,
+    jobs: Annotated[int | None, opt.option("N", "as many as there are GPUs for, else cores", min=1)] = None,
     gpus_per_run: Annotated[int | None, opt.option("K", "1", min=1)] = None,
     stop_behind: Annotated[float | None, opt.option("MARGIN", "no run is ended")] = None,
-    executor: Annotated[str, opt.option(complete=one_of(("local", "ray")))] = "local",
+    executor: Annotated[str, opt.option("EXECUTOR", complete=one_of(("local", "ray")))] = "local",
     ray_address: Annotated[
         str | None, opt.option("ADDRESS", "a local cluster that ends with the sweep")
     ] = None,
     x: opt.AxisName = "step",
-    name: Annotated[str | None, opt.option(default="sweep-time")] = None,
+    name: Annotated[str | None, opt.option("NAME", "sweep-time")] = None,
     config: opt.ConfigFiles = None,
     set_: opt.Assignments = None,
     runs_dir: opt.RunsDir = opt.RUNS,
@@ -81,26 +79,15 @@ def sweep(
     writes it. A failed run does not stop the other runs; --resume starts it again.
 
     [bold]bandpo sweep --delta 0.01,0.05,0.1 --divergence kl,tv --seeds 0,1,2[/bold]
-
     [bold]bandpo sweep --method band,clip,clip-higher,none --seeds 0,1,2 --baseline clip[/bold]
-
     [bold]bandpo sweep --divergence kl,tv --delta match:clip --recorded RUN[/bold]  at equal clipping
-
     [bold]bandpo sweep --method band,clip --lr 2e-5,5e-5,1e-4 --seeds 100,101 --name tuning[/bold]
-    [bold]bandpo sweep --tuned-on tuning --seeds 0,1,2,3,4,5[/bold]  each method
-    with its best settings, on held-out seeds
-
+    [bold]bandpo sweep --tuned-on tuning --seeds 0,1,2,3,4,5[/bold]  each at its best, other seeds
     [bold]bandpo sweep --fork RUN@50 --method band,clip --seeds 0,1[/bold]  from one checkpoint
-
     [bold]bandpo sweep --axis optim.updates=4,8,16 --steps 40 --dry-run[/bold]
-
     [bold]bandpo sweep --delta 0.01,0.05 --gpus-per-run 2[/bold]  each run on two GPUs
-
     [bold]bandpo sweep sweep.yaml[/bold]  axes, named variants and exclusions from a file
-
-    [bold]bandpo sweep --power 0.02 --pilot NAME[/bold]  the seeds and problems that show
-    a difference of 0.02, and the time they take
-
+    [bold]bandpo sweep --power 0.02 --pilot NAME[/bold]  seeds and problems that show 0.02
     [bold]bandpo sweep --resume NAME[/bold]  after Ctrl-C, a crash or a failed run
 
     Args:

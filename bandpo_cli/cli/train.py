@@ -23,7 +23,7 @@ def train(
     *,
     config: opt.ConfigFiles = None,
     settings: opt.Settings,
-    name: Annotated[str | None, opt.option(default="method-task-seed-time")] = None,
+    name: Annotated[str | None, opt.option("NAME", "method-task-seed-time")] = None,
     resume: Annotated[str | None, opt.option("RUN", complete=folder_of("run"))] = None,
     fork: Annotated[str | None, opt.option("RUN[@STEP]", complete=folder_of("run"))] = None,
     set_: opt.Assignments = None,
@@ -32,6 +32,7 @@ def train(
     nproc: opt.Nproc = None,
     profile: Annotated[int | None, opt.option("N")] = None,
     dry_run: Annotated[bool, opt.option()] = False,
+    all_settings: Annotated[bool, opt.option()] = False,
     probe: Annotated[bool, opt.option()] = False,
 ) -> int | None:
     """Train a policy with a trust-region policy loss and record the run.
@@ -41,21 +42,13 @@ def train(
     later ones win. The run folder under --runs-dir contains all results; MLflow receives a copy.
 
     [bold]bandpo train --divergence tv --delta 0.1[/bold]  another trust region
-
     [bold]bandpo train --method clip --set bounds.eps_high=0.3[/bold]  a fixed interval
-
     [bold]bandpo train --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k[/bold]  a model of the hub
-
     [bold]bandpo train --config my.yaml --set optim.lr=1e-4[/bold]  a file, one change
-
     [bold]bandpo train --resume NAME[/bold]  from its last checkpoint, with its settings
-
     [bold]bandpo train --fork NAME@50 --method clip[/bold]  a new run from a checkpoint, changed
-
     [bold]bandpo train --nproc 8[/bold]  on the eight GPUs of this machine
-
-    [bold]bandpo train --dry-run[/bold]  every setting, a prompt and a trial of the grader
-
+    [bold]bandpo train --dry-run[/bold]  what is changed, the start of the run, a prompt
     [bold]bandpo train --probe[/bold]  try the untrained model on 32 problems, and stop
 
     Args:
@@ -64,7 +57,9 @@ def train(
         fork: Start a new run that continues a checkpoint of another run, by default the last one, with changed
             settings. Weights, optimizer state, position in the data and random state are those of the checkpoint.
         profile: Trace N steps after the first with torch's profiler.
-        dry_run: Print the settings, the memory it takes and a prompt, try the graders, and stop.
+        dry_run: Print the changed settings, the memory and a prompt, try the graders, load all that training loads, and
+            stop. What a dry run accepts, training starts.
+        all_settings: With --dry-run, print all settings and not only those that differ from the defaults.
         probe: Sample 32 problems with the untrained model, print what can be learned from them and what to change, and
             stop.
     """
@@ -84,6 +79,8 @@ def train(
         others = {"--resume": resume, "--profile": profile, "--dry-run": dry_run, "several ranks": ranks > 1}
         if given := [flag for flag, value in others.items() if value]:
             raise UserError(f"--probe: it tries a new run in one process; leave out {' and '.join(given)}")
+    if all_settings and not dry_run:
+        raise UserError("--all-settings: it goes with --dry-run; config.yaml of a run has all settings")
     with ExitStack() as lock:
         if resume is not None:
             if name is not None:
@@ -104,29 +101,33 @@ def train(
 
             check_profile_steps(profile, plan.first_step, plan.config.steps)
             profiler = ProfileCallback(profile)
-        if to_start is None or dry_run or plan.task is None:  # plots and the summary need one process
-            _run(plan, runs_dir, ranks, profiler, dry_run)
+        if to_start is None or plan.task is None:  # plots and the summary need one process
+            _run(plan, runs_dir, ranks, profiler, all_settings if dry_run else None)
             return None
     # With --nproc this process has only checked the settings. The lock of a resume is released: rank 0 takes it.
     return launch(to_start, plan.config, "train", plan.folder.path, runs_dir)
 
 
-def _run(plan: Plan, runs_dir: Path, ranks: int, profiler: ProfileCallback | None, dry_run: bool) -> None:
-    """Print the settings, then train and print the summary, or preview a dry run."""
+def _run(
+    plan: Plan, runs_dir: Path, ranks: int, profiler: ProfileCallback | None, dry_run: bool | None
+) -> None:
+    """Print the settings, then train and print the summary, or preview a dry run, True: with all settings."""
     from bandpo_cli.cli.train_view import TrainView, print_profile, print_summary, settings_rows
     from bandpo_cli.experiments.run import run_plan
 
     console = open_console(long_running=True)
     task, config = plan.task, plan.pinned
+    if dry_run is not None:
+        from bandpo_cli.cli.preview import print_changes, print_dry_run
+
+        print_changes(console, plan.config, dry_run)
     rows = [] if task is None else settings_rows(config, task, ranks)
     if plan.text:
         rows.append(("resume" if plan.is_resume else "fork of", plan.text))
     print_settings(console, rows, [] if task is None else task.notes(), plan.warnings)
-    if dry_run:
-        if task is not None and not plan.is_resume:
-            from bandpo_cli.cli.preview import print_dry_run
-
-            print_dry_run(console, config, task, ranks)
+    if dry_run is not None:
+        if task is not None:
+            print_dry_run(console, plan)
         return
     with StopSignals() as signals, closing(TrainView(console, runs_dir, signals)) as view:
         callbacks = [view, signals, *([] if profiler is None else [profiler])]

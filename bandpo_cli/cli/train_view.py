@@ -25,7 +25,7 @@ from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.cli.console import LOADING, PLAIN_LINES, ExperimentView, make_table, print_line, print_rows
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.config.run import RunConfig, TrackingConfig, dtype_on
-from bandpo_cli.errors import plural
+from bandpo_cli.errors import excerpt, plural
 from bandpo_cli.metric_names import SCORE, has_nonbinary_rewards
 from bandpo_cli.processes.ranks import launched_ranks
 from bandpo_cli.registries import BUNDLED_MODELS
@@ -287,16 +287,14 @@ def flagged_shares(record: Mapping[str, float]) -> str:
 
 
 def sample_text(rollout: Rollout) -> Text:
-    """Return the end of the prompt → the beginning and the end of the completion → reward and verdict, in one line."""
-    prompt, text = (words.replace("\n", " ") for words in (rollout.prompt, rollout.text))
-    if len(prompt) > 60:
-        prompt = f"… {prompt[-60:]}"
+    """Return the question → the beginning and the end of the completion → reward and verdict, in one line."""
+    question, text = excerpt(rollout.problem.label, 80), rollout.text.replace("\n", " ")
     if len(text) > 120:
         text = f"{text[:60]} … {text[-60:]}"
     grade = rollout.grade
     reward = "" if not grade.has_reward or grade.reward in (0, 1) else f"reward {grade.reward:.3f}, "
     verdict = (grade.verdict, "green" if grade.correct else "red")
-    return Text.assemble((prompt, "dim"), " → ", text, " → ", reward, verdict)
+    return Text.assemble((question, "dim"), " → ", text, " → ", reward, verdict)
 
 
 def print_summary(console: Console, config: RunConfig, result: RunResult) -> None:

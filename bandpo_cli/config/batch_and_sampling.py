@@ -135,6 +135,11 @@ def check_answer_grader(name: str) -> str:
     return name
 
 
+def needs_answer(grader: str) -> bool:
+    """Return whether a grader compares with a reference answer; custom graders and controls do without one."""
+    return grader in GRADERS and GRADERS[grader].compares and not GRADERS[grader].is_control
+
+
 AnswerGraderName = Annotated[GraderName, AfterValidator(check_answer_grader)]
 """A grader that decides which answers are correct."""
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)]

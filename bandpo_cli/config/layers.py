@@ -9,6 +9,7 @@ valid name.
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from pydantic import ValidationError
 
 from bandpo_cli.config import shipped_configs
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.task import TaskSettings, default_layer
+from bandpo_cli.config.task import TaskSettings
 from bandpo_cli.custom_code import add_code_folder
-from bandpo_cli.errors import ConfigError, nearest, redact_credentials, unknown_choice
+from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.paths import nearest_file, path_exists, read_text
-from bandpo_cli.settings_validation import TaggedSection, setting_for
+from bandpo_cli.registries import BUNDLED_MODELS, TASKS, task_kind
+from bandpo_cli.settings_validation import Section, TaggedSection, describe_error, setting_for
 
 _TAGGED: Mapping[str, type[TaggedSection]] = {"task": TaskSettings, "bounds": MethodSettings}
 
@@ -38,22 +40,67 @@ MERGE_TAG = "tag:yaml.org,2002:merge"
 """The tag of the key `<<`, whose value is a mapping, or a list of mappings, to take entries from."""
 
 
-def resolve(layers: Iterable[Layer]) -> RunConfig:
-    """Merge the layers, earliest first, over the defaults of the task and the model that they name, and validate them.
+Settings = Layer | RunConfig | Iterable[Layer | RunConfig]
+"""Settings in Python: a dictionary, whose keys may be dotted ({"optim.lr": 1e-4}); a `RunConfig`, which has a value for
+every setting; or a list of these, in which later ones win."""
+
+
+def as_layers(settings: Settings) -> list[Layer]:
+    """Return settings as nested layers. Raises ConfigError if they are anything else."""
+    layers: list[Layer] = []
+    is_one = isinstance(settings, Mapping | RunConfig | str) or not isinstance(settings, Iterable)
+    for given in [settings] if is_one else settings:
+        layer: Any = given.model_dump(mode="json") if isinstance(given, RunConfig) else given
+        if not isinstance(layer, Mapping):
+            known = ", ".join(RunConfig.model_fields)
+            raise ConfigError(f"{layer!r:.80}: expected settings as a dictionary, with keys among {known}")
+        if not isinstance(layer, FileLayer):
+            sections = {
+                str(k): v.model_dump(mode="json") if isinstance(v, Section) else v for k, v in layer.items()
+            }
+            layer = reduce(merge, (nest({key: value}) for key, value in sections.items()), dict[str, Any]())
+        layers.append(layer)
+    return layers
+
+
+def resolve(settings: Settings) -> RunConfig:
+    """Merge layers, earliest first, over the defaults of the task and the model that they name, and validate them.
 
     Raises:
         ConfigError: one line that names the key, the value, what is allowed and the nearest valid name.
     """
-    layers = list(layers)
+    layers = as_layers(settings)
     merged: dict[str, Any] = {}
     for layer in layers:
         merged = merge(merged, layer)
     model = merged.get("model")
-    defaults = default_layer(merged.get("task"), model.get("path") if isinstance(model, dict) else None)
+    defaults = _default_layer(merged.get("task"), model.get("path") if isinstance(model, dict) else None)
     try:
         return RunConfig.model_validate(_merge_mappings(defaults, merged))
     except ValidationError as error:
         raise ConfigError(validation_message(error, layers)) from None
+
+
+def _default_layer(task: Any, model: Any) -> dict[str, Any]:
+    """Return the defaults for the `task` section and the path of the model as the user wrote them, whatever they are.
+
+    Without a path (None), the model is the one that was made for the task, if there is one; without a name, the task is
+    the one that a bundled model was made for.
+    """
+    task = task if isinstance(task, dict) else {}
+    if TaskSettings.tag not in task and isinstance(model, str) and model in BUNDLED_MODELS:
+        task = {TaskSettings.tag: BUNDLED_MODELS[model]}
+    name = TaskSettings.kind_of(task)
+    entry = TASKS.get(task_kind(name)) if isinstance(name, str) else None
+    if entry is None:
+        return {}
+    is_bundled = entry.bundled_model is not None and model in (None, entry.bundled_model)
+    defaults = dict(entry.bundled_defaults if is_bundled else entry.defaults)
+    if is_bundled:
+        defaults["model"] = {"path": entry.bundled_model}
+    if is_bundled and entry.name != TaskSettings.default:  # else messages say that the task is the default
+        defaults["task"] = {TaskSettings.tag: entry.name}
+    return defaults
 
 
 def merge(base: Layer, over: Layer) -> dict[str, Any]:
@@ -226,37 +273,9 @@ def settings_named(option: str) -> list[str]:
 def validation_message(
     error: ValidationError, layers: Sequence[Layer] = (), within: Sequence[str] = ()
 ) -> str:
-    """Return the first error as `key = value: what is wrong and what is allowed`, with the number of further errors.
-
-    The message begins with the file and the line if the last of `layers` that has the key is a file. `within` are the
-    keys of the section that was validated, if it was not a complete configuration.
-    """
-    first, *others = error.errors(include_url=False)
-    context = first.get("ctx", {})
-    parts = [*within, *first["loc"], *filter(None, [context.get("key")])]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
-    message = first["msg"].removeprefix("Value error, ")
-    message = message.removesuffix(", unable to parse string as an integer")
-    message = message.replace("Input should be a valid integer", "Expected an integer")
-    if first["type"] == "literal_error":
-        allowed = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        message = unknown_choice(first["input"], allowed)
-    if first["type"] in ("list_type", "tuple_type"):
-        message = f"a list is expected here, such as {path}=[{first['input']}]"
-    if first["type"] == "dict_type":
-        message = f"keys with values are expected here, such as {path}.KEY=VALUE"
-    if "problem" in context:
-        message = f"{path}{context['problem']}"
-    elif first["type"] == "missing":
-        message = f"{path}: no value is given; add --set {path}=VALUE, or the key in a file"
-    elif path:
-        # A secret in the address of MLflow is not printed.
-        value = redact_credentials(repr(first["input"]))
-        value = value if len(value) <= 80 else f"{value[:77]}..."
-        message = f"{path} = {value}: {message[0].lower()}{message[1:]}"
-    if others:
-        message += f" (and {len(others)} more)"
-    keys = [part for part in parts if isinstance(part, str)]
+    """Return `describe_error`, after the file and the line if the last of `layers` that has the key is a file."""
+    message, path = describe_error(error, within)
+    keys = [part for part in path if isinstance(part, str)]
     dotted = ".".join([*keys, ""])
     for layer in reversed(layers) if keys else ():
         if any(f"{key}.".startswith(dotted) for key in flatten(layer, keep_empty=True)):

@@ -33,10 +33,12 @@ class TrackingConfig(Section):
     changes the run folder's metrics."""
 
     trackers: Annotated[tuple[TrackerName, ...], AsList] = ("mlflow",)
-    """The trackers that receive metrics, settings and files as well: mlflow, wandb, trackio, or a custom tracker as
-    module:Class."""
+    """The trackers that receive metrics, settings and files as well: mlflow, wandb, trackio, tensorboard, or a custom
+    tracker as module:Class."""
     mlflow: bool | None = None
     """false leaves MLflow out of the trackers, and true adds it. null: as `trackers`."""
+    tensorboard: bool = False
+    """true adds tensorboard to the trackers."""
     uri: NotEmpty | None = None
     """The MLflow server (an http address) or database. null: the environment variable MLFLOW_TRACKING_URI, and
     without it the SQLite file mlflow.db in the runs folder."""
@@ -57,18 +59,13 @@ class TrackingConfig(Section):
     @property
     def names(self) -> tuple[str, ...]:
         """The trackers in use, each once."""
-        names = dict.fromkeys(("mlflow", *self.trackers) if self.mlflow else self.trackers)
-        return tuple(name for name in names if name != "mlflow" or self.mlflow is not False)
+        names = ["mlflow"] * bool(self.mlflow) + [*self.trackers] + ["tensorboard"] * self.tensorboard
+        return tuple(name for name in dict.fromkeys(names) if name != "mlflow" or self.mlflow is not False)
 
     @property
     def with_mlflow(self) -> bool:
         """Whether MLflow is one of the trackers."""
         return "mlflow" in self.names
-
-    @property
-    def other_trackers(self) -> tuple[str, ...]:
-        """The trackers other than MLflow, each once."""
-        return tuple(name for name in self.names if name != "mlflow")
 
     @field_validator("uri")
     @classmethod
@@ -295,17 +292,8 @@ class StopConfig(Section):
     """The same for model FLOPs of sampling and training (`compute/flops`)."""
 
     def budget_reached(self, record: Mapping[str, Any]) -> str | None:
-        """Return the budget that a run has reached with a line of metrics.jsonl, and what it has taken; else None.
-
-        Raises:
-            ConfigError: the line lacks the metric of a budget, since an earlier version began the run.
-        """
+        """Return the budget that a run has reached with a line of metrics.jsonl, and what it has taken; else None."""
         for name, limit, metric in (("tokens", self.tokens, SAMPLED_TOKENS), ("flops", self.flops, FLOPS)):
-            if limit is not None and metric not in record:
-                raise ConfigError(
-                    f"stop.{name} = {limit:g}: the record has no {metric}, since an earlier version began the run; set "
-                    f"stop.{name} to null"
-                )
             if limit is not None and (taken := record[metric]) >= limit:
                 return f"stop.{name} = {limit:g}: the run has taken {taken:.6g} ({metric})"
         return None

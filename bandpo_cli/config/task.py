@@ -18,6 +18,7 @@ from pydantic import (
     JsonValue,
     NonNegativeInt,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -33,9 +34,9 @@ from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import nearest_file, path_exists, user_path
 from bandpo_cli.registries import (
-    BUNDLED_MODELS,
     DATA_TASK,
     DATASETS,
+    ENVIRONMENT_GRADER,
     TASKS,
     TEMPLATES,
     generated_tasks,
@@ -254,13 +255,22 @@ class DataTask(TaskSettings):
     """The revision (branch, tag or commit) of data sets on the hub, by their id; the latest of those not named."""
     template: Annotated[str, AfterValidator(_check_template)] = "answer-line"
     """The user message: `answer-line` (the paper's), `boxed`, `hashes` (verl's for GSM8K), `plain`, or a custom text
-    that contains {question}. Sources with chat messages keep their messages unchanged."""
+    that contains {question}. Chat messages get no template, and prompts without an answer not the default."""
     system: str | None = None
-    """A system message before the user message."""
+    """A system message before the user message, or before chat messages without one."""
     grader: AnswerGraderName | None = None
     """Grader of all answers, those of the evaluation sets too: `math`, `number`, `math-dapo` (the paper's), `gsm8k`,
     ..., or a custom function as module:function. null: the grader of each source. config.yaml has the one of
     all sources here, and different ones in the sources."""
+
+    @field_validator("template")
+    @classmethod
+    def _check_environment(cls, template: str, info: ValidationInfo) -> str:
+        require(
+            template == "plain" or not info.data.get("environment"),
+            "the environment writes the user message; leave it out, and write its text in reset or as task.system",
+        )
+        return template
 
     @model_validator(mode="after")
     def _choose_grader(self) -> DataTask:
@@ -270,6 +280,13 @@ class DataTask(TaskSettings):
             f"grader = '{self.grader}' and the first of the rewards, '{first}', both grade the answers; leave one of "
             "them out",
         )
+        require(
+            self.environment or ENVIRONMENT_GRADER not in (self.grader, first),
+            f"the grader '{ENVIRONMENT_GRADER}' is the reward of task.environment; name the class there",
+        )
+        if self.environment:  # it gets the question alone, and has the reward unless a grader is named
+            self.__dict__["template"] = "plain"
+            self.__dict__["grader"] = self.grader or (None if first else ENVIRONMENT_GRADER)
         if self.answer_grader is None:
             graders = self._graders_of_sources()
             by_source = {
@@ -374,28 +391,6 @@ def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
     if is_file or (text not in TaskSettings.classes() and path_exists(Path(text))):
         return {"name": DATA_TASK, "train": [{"path": text}]}
     return {"name": text}
-
-
-def default_layer(task: Any, model: Any) -> dict[str, Any]:
-    """Return the defaults for the `task` section and the path of the model as the user wrote them, whatever they are.
-
-    Without a path (None), the model is the one that was made for the task, if there is one; without a name, the task is
-    the one that a bundled model was made for.
-    """
-    task = task if isinstance(task, dict) else {}
-    if TaskSettings.tag not in task and isinstance(model, str) and model in BUNDLED_MODELS:
-        task = {TaskSettings.tag: BUNDLED_MODELS[model]}
-    name = TaskSettings.kind_of(task)
-    entry = TASKS.get(task_kind(name)) if isinstance(name, str) else None
-    if entry is None:
-        return {}
-    is_bundled = entry.bundled_model is not None and model in (None, entry.bundled_model)
-    defaults = dict(entry.bundled_defaults if is_bundled else entry.defaults)
-    if is_bundled:
-        defaults["model"] = {"path": entry.bundled_model}
-    if is_bundled and entry.name != TaskSettings.default:  # else messages say that the task is the default
-        defaults["task"] = {TaskSettings.tag: entry.name}
-    return defaults
 
 
 def check_package(name: str) -> None:

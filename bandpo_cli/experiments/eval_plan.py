@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from bandpo_cli.config.batch_and_sampling import check_engine, default_k
-from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, with_values
+from bandpo_cli.config.layers import Layer, Settings, as_layers, nest, read_layer, resolve, with_values
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, task_from_arguments
+from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, TaskSettings, task_from_arguments
 from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError, UserError, nearest, plural
 from bandpo_cli.experiments.preflight import (
@@ -125,7 +125,7 @@ class EvalOptions(TypedDict, total=False):
     seed: int | None
     sampler: str | None
     grader: str | None
-    settings: Sequence[Layer]
+    settings: Settings
 
 
 def plan_evaluation(
@@ -154,7 +154,7 @@ def plan_evaluation(
         "seed": options.get("seed"),
     }
     given = nest({key: value for key, value in flags.items() if value is not None})
-    layers = [*base, given, *options.get("settings", ())]
+    layers = [*base, given, *as_layers(options.get("settings", ()))]
     grader = options.get("grader")
     if (samples := options.get("samples")) is not None:
         plan = _plan_samples(user_path(str(samples)), grader, layers)
@@ -256,7 +256,7 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
 
 
 def _task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
-    """Return the settings of the tasks in `--task`; the run's own template, system message and grader stay."""
+    """Return the settings of the tasks in `--task`; the run's own prompts, tools, environment and grader stay."""
     if not tasks:
         return {}
     task: dict[str, Any]
@@ -268,7 +268,8 @@ def _task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
     else:
         task = {"name": "data", "heldout": _sources(tasks)}
         if own is not None and isinstance(own.task, DataTask):
-            task |= own.task.model_dump(include={"template", "system"}) | {"grader": own.task.chosen_grader}
+            kept = own.task.model_dump(include={"template", "system", *TaskSettings.model_fields})
+            task = {**kept, **task, "grader": own.task.grader and own.task.chosen_grader}
     return {"evaluation": {"problems": None}, "task": task}
 
 

@@ -371,7 +371,8 @@ def _trackers(path: Path, named: bool, uri: str | None) -> Iterable[str | None]:
     config = TrackingConfig()
     with suppress(UserError, ValueError, TypeError):  # damaged settings: sending the run reports them
         tracking = read_layer(path / "config.yaml").get("tracking") or {}
-        config = TrackingConfig(**{key: tracking[key] for key in ("trackers", "mlflow") if key in tracking})
+        keys = ("trackers", "mlflow", "tensorboard")
+        config = TrackingConfig(**{key: tracking[key] for key in keys if key in tracking})
     if named and (uri is not None or not config.names):
         return dict.fromkeys((MLFLOW, *config.names))
     return config.names or (None,)

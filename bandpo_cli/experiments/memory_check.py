@@ -32,6 +32,9 @@ _LONGEST_TEXTS = 64
 
 log = logging.getLogger("bandpo_cli")
 
+OnEstimate = Callable[[RunConfig, "MemoryEstimate"], None]
+"""Receives the estimate of a run, and the settings that it is made of."""
+
 
 def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> MemoryEstimate:
     """Estimate the memory of a run on the GPU of this rank, or on this machine where there is none. Imports torch.
@@ -112,12 +115,14 @@ def check_memory(
     training: bool = True,
     changeable: Sequence[str] | None = None,
     task: Task | None = None,
+    on_estimate: OnEstimate | None = None,
 ) -> RunConfig:
     """Log the estimate of a run, and return its settings with those that the estimate has chosen. Imports torch.
 
     Without a GPU only a run that does not fit is logged, or one with settings that are `auto`. All ranks must call this
-    together. `changeable` are the settings that a message may advise to change, None for all; the other arguments are
-    those of `memory_of_task`.
+    together. `changeable` are the settings that a message may advise to change, None for all; `on_estimate` is called
+    with the estimate before it is judged, and reports it instead of the log; the other arguments are those of
+    `memory_of_task`.
 
     Raises UserError if the run needs more memory than its GPU has, or than other processes leave of it.
     """
@@ -129,6 +134,8 @@ def check_memory(
 
     def checked() -> tuple[RunConfig, MemoryEstimate]:
         estimated, estimate = memory_of_task(config, task, ranks.size, training)
+        if on_estimate is not None:
+            on_estimate(estimated, estimate)
         if estimate.device.on_gpu and not estimate.can_start:
             raise UserError(line(estimated, estimate))
         return estimated, estimate
@@ -140,7 +147,8 @@ def check_memory(
         return config
     # The rank with the least memory chooses for all.
     estimated, estimate = min(estimates, key=lambda pair: pair[1].device.usable)
-    if ranks.is_main and (estimate.device.on_gpu or estimate.chosen or not estimate.fits):
+    is_reported = estimate.device.on_gpu or estimate.chosen or not estimate.fits
+    if on_estimate is None and ranks.is_main and is_reported:
         log.log(logging.INFO if estimate.fits else logging.WARNING, "%s", line(estimated, estimate))
     fractions = [rank.memory_fraction for _, rank in estimates if rank.memory_fraction is not None]
     share = {"sampling.vllm.memory_fraction": min(fractions)} if fractions else {}

@@ -52,7 +52,8 @@ _CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call> (or the form o
 class StepMonitor:
     """The steps of a run so far, after the lines `records`: warnings about the last one, and the reason to end the run.
 
-    `stop_requested` returns True once the user has asked the run to stop; None where nobody can.
+    `stop_requested` returns True once the user has asked the run to stop; None where nobody can. `requested` is the
+    reason of a callback to end the run after the last step.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class StepMonitor:
         self._stop_requested = stop_requested
         self._config, self._recent = config, deque(records, maxlen=config.stop.steps)
         self._without_gradient, self._warned_of_calls = 0, False
+        self.requested: str | None = None
+        self.reason: str | None = None
 
     def add(self, report: StepReport) -> list[str]:
         """Add a step, and return the warnings about it, one line each; those that give advice come once."""
@@ -91,21 +94,14 @@ class StepMonitor:
             if count == -(-steps // 2) < steps
         ]
 
-    @property
-    def stop_reason(self) -> str | None:
-        """The criterion that ends the run after the last step; see the function `stop_reason`."""
-        return stop_reason(self._config, self._recent)
-
     def is_over(self) -> bool:
-        """Return whether the run is to end now, by a criterion or a request."""
-        return self.stop_reason is not None or (self._stop_requested is not None and self._stop_requested())
+        """Return whether the run is to end now: by a criterion or a callback, which sets `reason`, or by a request."""
+        self.reason = stop_reason(self._config, self._recent) or self.requested
+        return self.reason is not None or (self._stop_requested is not None and self._stop_requested())
 
 
 def stop_reason(config: RunConfig, records: Sequence[Record]) -> str | None:
-    """Return the criterion or budget that ends a run after the last of `records`, in one line; None without.
-
-    Raises ConfigError if the record has no totals to compare with a budget, since an earlier version began the run.
-    """
+    """Return the criterion or budget that ends a run after the last of `records`, in one line; None without."""
     if not records or records[-1]["step"] >= config.steps:
         return None
     if reached := config.stop.budget_reached(records[-1]):

@@ -19,6 +19,8 @@ from typing import Any
 from bandpo_cli.config.batch_and_sampling import is_installed
 from bandpo_cli.config.layers import (
     Layer,
+    Settings,
+    as_layers,
     changes_text,
     flatten,
     read_layer,
@@ -176,7 +178,7 @@ class ForkPoint:
 
 def plan_fork(
     run: str,
-    settings: Sequence[Layer] = (),
+    settings: Settings = (),
     runs_dir: Path | str = "runs",
     name: str | None = None,
     ranks: int | None = None,
@@ -184,7 +186,7 @@ def plan_fork(
     """Plan a fork; `ranks` is as for `plan_training`. Raises UserError as `run.fork`."""
     runs_dir = Path(runs_dir)
     point = fork_point(run, runs_dir)
-    config = resolve([*point.layers, *settings])
+    config = resolve([*point.layers, *as_layers(settings)])
     changes, tracking = point.changes(config), config.tracking
     place = tracking_store(tracking, runs_dir).place(point.run.path) if tracking.with_mlflow else None
     if place is not None and place.remote_id and tracking.parent is None:
@@ -246,7 +248,7 @@ def fork_point(text: str, runs_dir: Path) -> ForkPoint:
 def locked_resume(
     run: str,
     runs_dir: Path | str = "runs",
-    settings: Sequence[Layer] = (),
+    settings: Settings = (),
     read_only: bool = False,
     ranks: int | None = None,
 ) -> Iterator[Plan]:
@@ -255,7 +257,7 @@ def locked_resume(
     # With several ranks, rank 0 holds the lock for all of them.
     lock = run_lock(folder.path) if is_main_process() and not read_only else nullcontext()
     with lock, code_from(folder.path):
-        plan = plan_resume(folder, settings, Path(runs_dir))
+        plan = plan_resume(folder, as_layers(settings), Path(runs_dir))
         check_ranks(plan.config, rank_count() if ranks is None else ranks)
         yield plan
 

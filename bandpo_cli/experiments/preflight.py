@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from bandpo_cli.callbacks import Callback, TrainCallback
-from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent, check_engine
+from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent, check_engine, needs_answer
 from bandpo_cli.config.layers import Layer, read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig, dtype_on
 from bandpo_cli.config.task import DataTask
@@ -112,8 +112,9 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
         check_estimator(config.objective)
     for name in config.tracking.callbacks:
         callback_class(name)
-    for name in config.tracking.other_trackers:
-        tracker_class(name)
+    for name in config.tracking.names:
+        if name != "mlflow":
+            tracker_class(name)
     path, revision = config.model.path, config.model.revision
     if revision is not None and (path in BUNDLED_MODELS or path_exists(user_path(path))):
         raise ConfigError(f"model.revision = {revision!r}: model.path = {path!r} is a folder; leave it out")
@@ -152,14 +153,8 @@ def prepare_task(config: RunConfig) -> Task:
         tool_schemas(config.task.functions, config.task.environment is not None)
     if config.task.environment is None:
         return build_task(config.task)
-    settings = config.task
-    if isinstance(settings, DataTask):  # the environment has the question, without an instruction
-        settings = settings.model_copy(update={"template": "plain"})
-    task = build_task(settings)
-    chosen = getattr(settings, "chosen_grader", None)
-    reset = partial(
-        first_messages, config.task.environment, config.grading, grader=None if chosen else ENVIRONMENT_GRADER
-    )
+    task, grader = build_task(config.task), getattr(config.task, "answer_grader", ENVIRONMENT_GRADER)
+    reset = partial(first_messages, config.task.environment, config.grading, grader=grader)
 
     def heldout() -> dict[str, list[Problem]]:
         return {label: reset(problems) for label, problems in task.heldout_sets().items()}
@@ -201,13 +196,21 @@ def check_graders(
 def problems_by_grader(
     problems: Sequence[Problem], rewards: Sequence[RewardComponent] | None
 ) -> dict[str, Sequence[Problem]]:
-    """Return the problems of every grader by name, for `rewards` all; without those of environments and controls."""
+    """Return the problems that every grader grades by name, for `rewards` all; not those of environments and controls.
+
+    A grader that compares with a reference answer grades no problem without one.
+    """
     by_grader: dict[str, list[Problem]] = {}
     for problem in problems:
         if problem.grader != ENVIRONMENT_GRADER:
             by_grader.setdefault(problem.grader, []).append(problem)
     checked = (reward for reward in rewards or () if not reward.is_control)
-    return by_grader | {reward.grader: problems for reward in checked if reward.grader is not None}
+    by_grader |= {reward.grader: [*problems] for reward in checked if reward.grader is not None}
+    pairs = (
+        (name, [problem for problem in graded if problem.answer or not needs_answer(name)])
+        for name, graded in by_grader.items()
+    )
+    return {name: graded for name, graded in pairs if graded}
 
 
 def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport
@@ -22,7 +23,7 @@ from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import stop_reason
 from bandpo_cli.experiments.plan import RESOLVED, Fork, Plan
 from bandpo_cli.paths import cached_commit, path_exists, relative_to_cwd
-from bandpo_cli.processes.ranks import check_same_on_all, is_main_process
+from bandpo_cli.processes.ranks import is_main_process
 from bandpo_cli.results import summary_fields
 from bandpo_cli.storage.checkpoints import (
     copy_checkpoint,
@@ -43,12 +44,11 @@ log = logging.getLogger("bandpo_cli")
 
 
 def open_folder(plan: Plan, config: RunConfig, components: Components | None, stack: ExitStack) -> RunFolder:
-    """Open the folder of a plan for writing, and load the state with which the run starts into the components.
+    """Open the folder of a plan for writing, once all that the run needs has been loaded.
 
     The folder of a new run is created, with the record and the checkpoint of the parent of a fork. With config.yaml,
-    which is written last, the folder is a run. A folder of a resume is cut back to the step of its checkpoint once that
-    has been loaded, not before. Rank 0 holds the lock of a new folder, until `stack` closes; the caller holds the lock
-    of a resume.
+    which is written last, the folder is a run. A folder of a resume is cut back to the step of its checkpoint. Rank 0
+    holds the lock of a new folder, until `stack` closes; the caller holds the lock of a resume.
 
     Args:
         config: the settings for config.yaml.
@@ -60,9 +60,7 @@ def open_folder(plan: Plan, config: RunConfig, components: Components | None, st
             _cut_back(folder, config, plan.step, describe_environment())
         return folder
     ranks = components.ranks
-    check_same_on_all(ranks, to_yaml(config), str(plan.step))
     if plan.is_resume:
-        _load_state(folder, config, components, plan)
         if ranks.is_main:
             _cut_back(folder, config, plan.step, run_environment(plan.pinned, components))
         ranks.wait()
@@ -74,24 +72,24 @@ def open_folder(plan: Plan, config: RunConfig, components: Components | None, st
         parent = {} if plan.fork is None else copy_parent(plan.fork, folder)
         folder.write_env({**parent, **run_environment(plan.pinned, components)})
         folder.write_config(to_yaml(config))
-    folder = ranks.gather(folder)[0]
-    _load_state(folder, config, components, plan)
-    return folder
+    return ranks.gather(folder)[0]
 
 
-def _load_state(folder: RunFolder, config: RunConfig, components: Components, plan: Plan) -> None:
-    """Load the checkpoint with which the run starts; a run from scratch keeps the initial weights."""
+def load_state(plan: Plan, config: RunConfig, components: Components) -> None:
+    """Load the checkpoint that the run continues, for a fork that of its parent; a new run has the initial weights."""
     if plan.step < 0:
         return
-    try:
-        with out_of_memory_errors(config):
-            components.resume_from(folder.checkpoint_dir(plan.step))
-    except UserError as error:
-        if plan.fork is None:
-            raise
-        if components.ranks.is_main:  # the data of the task have changed since the checkpoint was written
-            remove_tree(folder.path)
-        raise UserError(str(error).replace(str(folder.path), str(plan.fork.run.path))) from None
+    fork = plan.fork
+    changes = () if fork is None else (fork.progress, fork.keeps_batch)
+    checkpoint = (plan.folder if fork is None else fork.run).checkpoint_dir(plan.step)
+    if fork is not None and not path_exists(checkpoint):
+        raise _removed(checkpoint)
+    with out_of_memory_errors(config):
+        components.resume_from(checkpoint, *changes)
+
+
+def _removed(checkpoint: Path) -> RunError:
+    return RunError(f"{checkpoint}: the run has removed it; fork its last checkpoint")
 
 
 def run_environment(config: RunConfig, components: Components) -> dict[str, Any]:
@@ -119,9 +117,10 @@ def copy_parent(fork: Fork, folder: RunFolder) -> dict[str, object]:
         copy_checkpoint(checkpoint, folder.checkpoint_dir(step), fork.progress, fork.keeps_batch)
     except (OSError, UserError) as error:
         remove_tree(folder.path)
-        removed = "the run has removed it; fork its last checkpoint"
-        why = f"cannot be copied: {error}" if path_exists(checkpoint) else removed
-        raise RunError(f"{checkpoint}: {why}") from error
+        there = path_exists(checkpoint)
+        raise (
+            RunError(f"{checkpoint}: cannot be copied: {error}") if there else _removed(checkpoint)
+        ) from error
     path = fork.run.path.absolute()
     about = {"run": str(relative_to_cwd(path)), "path": str(path), "step": step}
     return {PARENT: {**about, "changed": fork.changes}}
@@ -147,6 +146,7 @@ def close_record(
     events: Dispatcher[RunInfo, StepReport, RunResult],
     status: RunStatus,
     error: BaseException | None,
+    stopped_by: str | None = None,
 ) -> RunResult:
     """Write the plots and the summary, then call `end`; return the end of the run.
 
@@ -158,7 +158,9 @@ def close_record(
         events.phase("close")
         if is_main_process():
             records = folder.read_metrics()
-            _write_summary(config, folder, RunResult(folder.path, status, records, error))
+            if status == "FINISHED":  # also of a run that ended before it could write why
+                stopped_by = stop_reason(config, records) or stopped_by
+            _write_summary(config, folder, RunResult(folder.path, status, records, error, stopped_by))
     except Exception as raised:  # such as a full disk
         if error is None:
             status, failure = "FAILED", raised
@@ -166,7 +168,7 @@ def close_record(
         with warn_on_failure("the summary cannot be written"):
             raise
     finally:
-        result = RunResult(folder.path, status, records, error or failure)
+        result = RunResult(folder.path, status, records, error or failure, stopped_by)
         unreported = warn_on_failure("the end of the run was not reported")
         with nullcontext() if result.error is None else unreported, exits_as_errors():
             events.end(result)
@@ -210,7 +212,7 @@ def _write_summary(config: RunConfig, folder: RunFolder, result: RunResult) -> N
         summary = {
             "status": status,
             "error": message,
-            "stopped_by": stop_reason(config, records) if status == "FINISHED" else None,
+            "stopped_by": result.stopped_by,
             "steps": int(records[-1]["step"]) if records else 0,
             "of_steps": config.steps,
             "time/train_s": round(sum(record["time/step"] for record in records), 3),

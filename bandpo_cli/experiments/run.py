@@ -16,17 +16,31 @@ from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.batch_and_sampling import use_expandable_segments
-from bandpo_cli.config.layers import CHOSEN_AT_START, Layer, flatten, with_values
+from bandpo_cli.config.layers import (
+    CHOSEN_AT_START,
+    Settings,
+    as_layers,
+    flatten,
+    resolve,
+    to_yaml,
+    with_values,
+)
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import exits_as_errors, user_code
 from bandpo_cli.errors import GraderFailedError, closed_at_end
-from bandpo_cli.experiments.memory_check import check_memory, out_of_memory_errors
+from bandpo_cli.experiments.memory_check import OnEstimate, check_memory, out_of_memory_errors
 from bandpo_cli.experiments.monitor import StepMonitor
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, locked_resume, plan_fork, plan_training
-from bandpo_cli.experiments.preflight import callback_class
-from bandpo_cli.experiments.record import close_record, disk_errors, open_folder
+from bandpo_cli.experiments.preflight import callback_class, new_run_layers
+from bandpo_cli.experiments.record import close_record, disk_errors, load_state, open_folder
 from bandpo_cli.grading.pool import failure_warnings
-from bandpo_cli.processes.ranks import Ranks, connected_ranks, is_main_process, lost_rank_errors
+from bandpo_cli.processes.ranks import (
+    Ranks,
+    check_same_on_all,
+    connected_ranks,
+    is_main_process,
+    lost_rank_errors,
+)
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RunFolder
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.outages import TrackerCallback
@@ -42,7 +56,7 @@ log = logging.getLogger("bandpo_cli")
 
 
 def train(
-    config: RunConfig,
+    config: Settings,
     runs_dir: Path | str = "runs",
     name: str | None = None,
     callbacks: Sequence[TrainCallback] = (),
@@ -50,17 +64,19 @@ def train(
 ) -> RunResult:
     """Train a policy, write the run folder, and mirror it to the trackers of `tracking.trackers`.
 
-    In a script that torchrun has started, all processes train one policy together and must call this with the same
-    settings. `name` is the name of the run folder, None for method, task, seed and time. For `callbacks`,
-    `stop_requested`, the result and the errors see `run_plan`.
+    `config` is a `RunConfig`, or a dictionary, which gets the defaults of the command line. In a script that torchrun
+    has started, all processes train one policy together and must call this with the same settings. `name` is the name
+    of the run folder, None for method, task, seed and time. For `callbacks`, `stop_requested`, the result and the
+    errors see `run_plan`.
     """
+    config = resolve(new_run_layers(as_layers(config), Path(runs_dir)))
     return run_plan(plan_training(config, runs_dir, name), callbacks, stop_requested)
 
 
 def resume(
     run: str,
     runs_dir: Path | str = "runs",
-    settings: Sequence[Layer] = (),
+    settings: Settings = (),
     callbacks: Sequence[TrainCallback] = (),
     stop_requested: Stop = None,
 ) -> RunResult:
@@ -79,7 +95,7 @@ def resume(
 def fork(
     run: str,
     runs_dir: Path | str = "runs",
-    settings: Sequence[Layer] = (),
+    settings: Settings = (),
     name: str | None = None,
     callbacks: Sequence[TrainCallback] = (),
     stop_requested: Stop = None,
@@ -105,7 +121,7 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
             the run ends with status KILLED.
 
     Returns the folder, the status (FINISHED or KILLED) and the lines of metrics.jsonl, the same on every rank. A run
-    that a criterion of `stop` has ended is FINISHED.
+    that a criterion of `stop` or a callback has ended is FINISHED.
 
     Raises:
         UserError: a setting cannot be used, the model or the checkpoint cannot be loaded, or the run needs more memory
@@ -115,16 +131,12 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
             with status FAILED.
         LostRankError: the process of another rank has ended; a RunError.
     """
-    events, first = train_events(plan.config, callbacks), plan.first_step
-    config, components = plan.config, None
+    first = plan.first_step
     with ExitStack() as stack:
-        if plan.task is not None:  # else all steps are done; what is left is the summary and the plots
-            changeable = CHANGEABLE_SETTINGS if plan.is_resume else None
-            loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable)
-            values = flatten(loaded.model_dump(mode="json"))
-            config = with_values(config, {key: values[key] for key in CHOSEN_AT_START})
+        events, config, components = start_run(plan, callbacks, stack)
         folder = open_folder(plan, config, components, stack)
         status: RunStatus = "FINISHED"
+        stopped_by: str | None = None
         error: BaseException | None = None
         try:
             with exits_as_errors():
@@ -134,13 +146,48 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
                 about = config.steps, first, notes, config.tracking.parent
                 events.start(RunInfo(folder.path, config.model_dump(mode="json"), json.loads(env), *about))
                 if components is not None:
-                    status = train_steps(config, folder, components, events, first, stop_requested)
+                    status, stopped_by = train_steps(
+                        config, folder, components, events, first, stop_requested
+                    )
         except BaseException as raised:
             error, status = raised, status_of(raised)
             raise
         finally:
-            result = close_record(config, folder, events, status, error)
+            result = close_record(config, folder, events, status, error, stopped_by)
         return result if components is None else components.ranks.gather(result)[0]
+
+
+def start_run(
+    plan: Plan,
+    callbacks: Sequence[TrainCallback],
+    stack: ExitStack,
+    on_estimate: OnEstimate | None = None,
+) -> tuple[TrainEvents, RunConfig, Components | None]:
+    """Do all that the run of a plan does before its folder is written; a dry run calls this and ends.
+
+    `on_estimate` is as for `check_memory`; `stack` closes the components, which have the state of the checkpoint that
+    the run continues. Returns the dispatcher of trackers, `callbacks` and custom ones (on other ranks those for every
+    rank), the settings for config.yaml, and the components; None instead of them if all steps are done, so that the
+    summary and the plots are left.
+    """
+    config, is_main = plan.config, is_main_process()
+    chosen = [callback for callback in callbacks if is_main or getattr(callback, "on_every_rank", False)]
+    for name in config.tracking.callbacks:
+        cls = callback_class(name)
+        if is_main or getattr(cls, "on_every_rank", False):
+            with user_code(f"tracking.callbacks = '{name}'", cls):
+                chosen.append(cls())
+    trackers = [TrackerCallback(name, config.tracking) for name in config.tracking.names] if is_main else []
+    events: TrainEvents = Dispatcher([*trackers, *chosen])
+    if plan.task is None:
+        return events, config, None
+    changeable = CHANGEABLE_SETTINGS if plan.is_resume else None
+    loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable, on_estimate)
+    values = flatten(loaded.model_dump(mode="json"))
+    config = with_values(config, {key: values[key] for key in CHOSEN_AT_START})
+    check_same_on_all(components.ranks, to_yaml(config), str(plan.step))
+    load_state(plan, config, components)
+    return events, config, components
 
 
 def load_components(
@@ -149,12 +196,14 @@ def load_components(
     events: TrainEvents,
     stack: ExitStack,
     changeable: Sequence[str] | None = None,
+    on_estimate: OnEstimate | None = None,
 ) -> tuple[RunConfig, Components]:
     """Load model, sampler, grader and optimizer on all ranks; `stack` closes them and warns of grader errors.
 
-    `changeable` is as for `check_memory`. Returns the settings that the components have on this machine.
+    `changeable` and `on_estimate` are as for `check_memory`. Returns the settings that the components have on this
+    machine.
     """
-    config, ranks = start_process(config, task, events, stack, changeable=changeable)
+    config, ranks = start_process(config, task, events, stack, True, changeable, on_estimate)
     with out_of_memory_errors(config):
         from bandpo_cli.training.build import build_components
 
@@ -171,10 +220,11 @@ def start_process(
     stack: ExitStack,
     training: bool = True,
     changeable: Sequence[str] | None = None,
+    on_estimate: OnEstimate | None = None,
 ) -> tuple[RunConfig, Ranks]:
     """Begin the phase `load`: choose kernels, connect the ranks until `stack` closes, and check the memory.
 
-    `training` and `changeable` are as for `check_memory`. Returns the settings with what they are on this machine, such
+    The last three arguments are as for `check_memory`. Returns the settings with what they are on this machine, such
     as the dtype that `auto` is (`CHOSEN_AT_START`).
     """
     events.phase("load")
@@ -184,7 +234,7 @@ def start_process(
     config = with_resolved_dtype(config)
     stack.enter_context(deterministic_kernels(config, training))
     ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
-    return check_memory(config, ranks, training, changeable, task), ranks
+    return check_memory(config, ranks, training, changeable, task, on_estimate), ranks
 
 
 def _warn_of_grader_errors(
@@ -205,8 +255,11 @@ def _warn_of_grader_errors(
 
 def train_steps(
     config: RunConfig, folder: RunFolder, components: Components, events: TrainEvents, first: int, stop: Stop
-) -> RunStatus:
-    """Train from step `first` to the last one, until a criterion of `stop`, or until a stop is requested."""
+) -> tuple[RunStatus, str | None]:
+    """Train from step `first` to the last one, or until a criterion, a callback or a request ends the run.
+
+    Returns the status, and the criterion or the reason of the callback.
+    """
     # Imported before MLflow's thread starts: two threads that import delay each other.
     from bandpo_cli.training import loop
 
@@ -220,26 +273,15 @@ def train_steps(
             for report in steps:
                 last = report.step
                 events.step(report)
+                monitor.requested = next(iter(report.stop_reasons), None)
                 for line in monitor.add(report) if is_main else ():
                     log.warning("%s", line)
         except BaseException as error:
             steps.throw(error)  # an error of a callback; the loop may be writing a checkpoint
             raise
-    reason = monitor.stop_reason
+        # Only rank 0 knows the criteria, and a callback of another rank may have ended the run.
+        reasons = components.ranks.gather(monitor.reason)
+    reason = next(filter(None, reasons), None)
     if reason is not None and is_main:
         log.warning("the run ends after step %d of %d: %s", last, config.steps, reason)
-    # Before the last step and without a reason, a stop was requested, perhaps of another rank.
-    return "KILLED" if last < config.steps and reason is None else "FINISHED"
-
-
-def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:
-    """Return the dispatcher of a run: trackers, `callbacks`, custom ones; on other ranks those for every rank."""
-    is_main, tracking = is_main_process(), config.tracking
-    chosen = [callback for callback in callbacks if is_main or getattr(callback, "on_every_rank", False)]
-    for name in tracking.callbacks:
-        cls = callback_class(name)
-        if is_main or getattr(cls, "on_every_rank", False):
-            with user_code(f"tracking.callbacks = '{name}'", cls):
-                chosen.append(cls())
-    trackers = [TrackerCallback(name, tracking) for name in tracking.names] if is_main else []
-    return Dispatcher([*trackers, *chosen])
+    return ("KILLED" if last < config.steps and reason is None else "FINISHED"), reason

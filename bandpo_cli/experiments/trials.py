@@ -1,4 +1,4 @@
-"""Trials before a run: the first prompt, every grader (dry run), and some completions and one step (probe).
+"""Trials before a run: its start and every grader (dry run), and some completions and one step (probe).
 
 Nothing is written, and MLflow receives nothing.
 """
@@ -12,20 +12,23 @@ from typing import TYPE_CHECKING
 
 from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.layers import with_values
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.experiments.memory_check import out_of_memory_errors
+from bandpo_cli.experiments.memory_check import OnEstimate, out_of_memory_errors
 from bandpo_cli.experiments.plan import Plan
 from bandpo_cli.experiments.preflight import problems_by_grader
-from bandpo_cli.experiments.run import load_components
-from bandpo_cli.grading.pool import IMPORT_ADVICE, GraderPool, problem_error
-from bandpo_cli.registries import GRADERS
+from bandpo_cli.experiments.run import load_components, start_run
+from bandpo_cli.grading.pool import DUMMY_TEXT, IMPORT_ADVICE, GraderPool, problem_error
+from bandpo_cli.paths import path_exists, user_path
+from bandpo_cli.registries import BUNDLED_MODELS, GRADERS
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.types import MALFORMED, Grade, Group, Problem, is_ungraded
 
 if TYPE_CHECKING:
-    from bandpo_cli.sampling.prompt_encoding import PromptEncoder
+    from bandpo_cli.models.memory_estimate import MemoryEstimate
+    from bandpo_cli.sampling.rollouts import Prompts
+    from bandpo_cli.training.build import Components
 
 _ANSWER_FORMS = {"answer-line": "Answer: {}", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
 """Final answers as the templates ask for them."""
@@ -71,25 +74,51 @@ def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
             yield GraderTrial(problem, completion, grade, tuple(warnings))
 
 
-def first_prompt(config: RunConfig, task: Task) -> tuple[PromptEncoder, Problem, list[str]]:
-    """Return the encoder of a run's prompts, its first problem, and warnings; reads no weights."""
-    from bandpo_cli.models.load import check_vocabulary, load_tokenizer, read_config
-    from bandpo_cli.sampling.prompt_encoding import PromptEncoder, check_context_length
-    from bandpo_cli.sampling.rollouts import fitting_problems
+class _NotLoadedError(Exception):
+    """The reason why a dry run does not load the weights, which training would load."""
 
-    model, tokenizer = read_config(config.model), load_tokenizer(config.model)
-    rows = model.get_text_config().vocab_size
-    check_context_length(model, config)
-    check_vocabulary(tokenizer, rows, config.model.path)
-    encoder = PromptEncoder.of_run(tokenizer, config, rows)
-    if config.task.functions:
-        encoder.check_turn()
-    train, _, warnings = fitting_problems(encoder, task, config)
-    return encoder, train[0], warnings
+
+def dry_run(
+    plan: Plan, callbacks: Sequence[TrainCallback], stack: ExitStack, on_estimate: OnEstimate
+) -> tuple[Components | Prompts | None, str]:
+    """Start the run of a plan as training does, and stop before its folder is written; see `start_run`.
+
+    Returns what was loaded, and what was not and why: no weights are loaded that are not on this machine yet, or of a
+    run that does not fit into its memory. The errors are those of training.
+    """
+
+    def check_loading(config: RunConfig, estimate: MemoryEstimate) -> None:
+        on_estimate(config, estimate)
+        if not _has_weights(config.model):
+            raise _NotLoadedError("they are not on this machine; training downloads them")
+        if not (estimate.device.on_gpu or estimate.fits):
+            raise _NotLoadedError("the run does not fit into the memory of this machine")
+
+    try:
+        return start_run(plan, callbacks, stack, check_loading)[2], ""
+    except _NotLoadedError as reason:
+        from bandpo_cli.sampling.rollouts import prompts_without_weights
+
+        assert plan.task is not None  # else there is nothing to load
+        return prompts_without_weights(plan.pinned, plan.task), f"the weights: {reason}"
+
+
+def _has_weights(model: ModelConfig) -> bool:
+    """Return whether the weights are on this machine: of a folder, or of the hub in its cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from bandpo_cli.models.model_files import INDEX, WEIGHTS
+
+    if model.path in BUNDLED_MODELS or path_exists(user_path(model.path)):
+        return True
+    cached = (try_to_load_from_cache(model.path, name, revision=model.revision) for name in (WEIGHTS, INDEX))
+    return any(isinstance(path, str) for path in cached)
 
 
 def _dummy_completion(config: RunConfig, problem: Problem) -> str:
     """Return the reference in the form that the template or, for another template, the grader asks for."""
+    if not problem.answer:
+        return DUMMY_TEXT
     if problem.grader == "countdown":  # the reference is the value of an expression
         return " + ".join(str(problem.extra["numbers"]).split())
     if problem.grader == "reasoning-gym":

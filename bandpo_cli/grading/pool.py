@@ -15,7 +15,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent
+from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent, needs_answer
 from bandpo_cli.errors import ConfigError, GraderFailedError, RunError, one_line, plural
 from bandpo_cli.grading.signatures import answer_of
 from bandpo_cli.grading.workers import Failure, GraderArguments, GraderWorkers, default_workers
@@ -35,6 +35,9 @@ FAILURE_ADVICE = (
 IMPORT_ADVICE = (
     "; try a longer one, and move imports of large packages to the top of the file, where it does not apply"
 )
+
+DUMMY_TEXT = "This is a dummy completion."
+"""The completion of a trial call for a problem without a reference answer."""
 
 MAX_FAILED_BATCHES = 10
 """Batches in a row in which every call of an asynchronous function may fail before the run ends."""
@@ -128,7 +131,8 @@ class GraderPool(AbstractContextManager["GraderPool"]):
                     raise RunError("grading was cancelled")
                 self._progress = (len(grades), problem.grader, problem.id)
                 try:
-                    first = stages[problem.grader](problem, text)
+                    without = not problem.answer and needs_answer(problem.grader)
+                    first = NOT_APPLICABLE if without else stages[problem.grader](problem, text)
                 except (KeyError, ValueError) as error:  # the problem lacks a field that this grader reads
                     errors.setdefault(problem.grader, _first_stage_error(problem, error))
                     first = GRADER_ERROR
@@ -256,7 +260,7 @@ def check_grader(name: str, problems: Sequence[Problem] = (), trial: GradingConf
             pool.start()
         if trial is None or not problems or not pool.asynchronous:
             return
-        arguments = answer_of(problems[0], problems[0].answer)
+        arguments = answer_of(problems[0], problems[0].answer or DUMMY_TEXT)
         [grade] = pool.wait(pool.submit([arguments], [problems[0].id], [[0]]))
         if is_ungraded(grade):
             late = f"no result within {config.deadline:g} s (grading.deadline)"

@@ -95,9 +95,12 @@ class EnvironmentPool(ToolPool):
 
 
 def first_messages(
-    environment: str, config: GradingConfig, problems: Sequence[Problem], grader: str | None
+    environment: str, config: GradingConfig, problems: Sequence[Problem], grader: str
 ) -> list[Problem]:
-    """Return the problems with the first messages of the environment as prompts, and `grader` unless it is None."""
+    """Return the problems with `grader`, and as prompts the first messages of the environment.
+
+    The system message of a problem stays before them; raise ConfigError if the environment has one too.
+    """
     with closing(EnvironmentPool([environment], config, default_workers(), 1)) as pool:
         requests: list[list[Any]] = [[None, as_problem(problem), [], False] for problem in problems]
         batches = [[index] for index in range(len(problems))]
@@ -111,9 +114,14 @@ def first_messages(
                 f"task.environment = '{environment}': reset returned no messages for problem {problem.id}"
             )
         prompt = tuple(Message(item["role"], item["content"]) for item in reply["messages"])
-        prompted.append(
-            replace(problem, prompt=prompt, grader=grader or problem.grader, extra=as_problem(problem))
-        )
+        if isinstance(first := problem.prompt[0], Message) and first.role == "system":
+            if prompt[0].role == "system":
+                raise ConfigError(
+                    f"task.environment = '{environment}': reset returned a system message for problem {problem.id}, "
+                    "which has one (task.system, or its chat messages); leave out one of them"
+                )
+            prompt = (first, *prompt)
+        prompted.append(replace(problem, prompt=prompt, grader=grader, extra=as_problem(problem)))
     return prompted
 
 
@@ -306,7 +314,7 @@ def as_problem(problem: Problem) -> dict[str, Any]:
     """Return what `reset` of an environment receives for a problem; afterwards this is its `extra`."""
     question = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1].content
     about = {"question": question, "answer": problem.answer, "seed": derive_seed(0, problem.id)}
-    return {**about, **problem.extra}
+    return {**problem.extra, **about}
 
 
 def as_messages(result: Any) -> list[dict[str, Any]]:

@@ -117,6 +117,11 @@ def device_tensor(values: Any, device: torch.device, dtype: torch.dtype | None =
     return tensor.pin_memory().to(device, non_blocking=True)  # does not wait for the work queued on the GPU
 
 
+def host_copy(tensor: Tensor) -> Tensor:
+    """Return a tensor in memory of the host; a copy from a GPU is complete after the next `torch.cuda.synchronize`."""
+    return tensor.to("cpu", non_blocking=True)
+
+
 def split_row(row: Row, max_tokens: int) -> list[Row]:
     """Split a row where it exceeds `max_tokens` or where attention would hold too many copies of its prompt."""
     rows = [Row(row.prompt_ids, row.completions[:1])]

@@ -27,7 +27,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from bandpo_cli.config.layers import read_layer
-from bandpo_cli.errors import UserError, plural
+from bandpo_cli.errors import UserError, excerpt, plural
 from bandpo_cli.metric_names import STEP, Axis, has_nonbinary_rewards
 from bandpo_cli.results import completions_path
 from bandpo_cli.storage.files import replace_nonfinite, step_name, step_of, write_text
@@ -53,8 +53,8 @@ MAX_PAGE_BYTES = 20_000_000
 _PART_TOKENS = 100_000
 """Approximate number of tokens of a part."""
 
-_MAX_POINTS, _PROMPT_CHARS = 300, 160
-"""Points of a curve, and characters of a prompt in the heading of its group."""
+_MAX_POINTS, _QUESTION_CHARS = 300, 160
+"""Points of a curve, and characters of a question in the heading of its group."""
 
 _CURVES = {
     "train/reward": "reward",
@@ -281,7 +281,7 @@ def page_data(
         groups.append(
             {
                 "name": problem if problem.startswith(label) else f"{label} {problem}",
-                "prompt": " ".join(first["prompt"].split())[-_PROMPT_CHARS:],
+                "question": excerpt(first["question"], _QUESTION_CHARS),
                 "part": len(parts) - 1,
                 "sides": sides,
                 "equal": [not _has_spread(side) for side in sides],

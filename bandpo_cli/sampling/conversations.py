@@ -19,7 +19,7 @@ from typing import Any
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, as_problem, tool_schemas
+from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, tool_schemas
 from bandpo_cli.grading.workers import default_workers
 from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
@@ -182,7 +182,7 @@ class Session:
 
     def _submit_step(self, item: _Open, is_end: bool) -> None:
         """Submit a step of the environment to the workers; `is_end` asks for the reward in any case."""
-        self._submit(item, [[item.number, as_problem(item.problem), item.answered, is_end]])
+        self._submit(item, [[item.number, dict(item.problem.extra), item.answered, is_end]])
 
     def _submit(self, item: _Open, calls: Sequence[Sequence[Any]]) -> None:
         """Submit the calls of a turn to the workers."""

@@ -6,15 +6,23 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from bandpo_cli.config.batch_and_sampling import RewardConfig, resolve_engine
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.load import Policy, is_on_cuda, load_policy, read_config
+from bandpo_cli.models.load import (
+    Policy,
+    check_vocabulary,
+    is_on_cuda,
+    load_policy,
+    load_tokenizer,
+    read_config,
+)
 from bandpo_cli.objective.advantages import shaped_rewards
-from bandpo_cli.processes.ranks import Ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling import prompt_encoding
 from bandpo_cli.sampling.conversations import Conversations, Session, build_conversations
@@ -47,10 +55,10 @@ class SamplingSetup:
     """
 
     policy: Policy
+    stop_ids: tuple[int, ...]
     encoder: PromptEncoder
     train: Sequence[Problem]
     heldout: Mapping[str, Sequence[Problem]]
-    stop_ids: tuple[int, ...]
     conversations: Conversations | None
     notes: list[str]
 
@@ -62,42 +70,37 @@ def set_up_sampling(config: RunConfig, task: Task, ranks: Ranks, training: bool 
 
     Raises UserError if the model or the data cannot be loaded, or a prompt limit leaves no problem.
     """
-    check_model(config)
+    check_engine_settings(config)
     policy = load_policy(config.model, for_training=training, ranks=ranks, seed=config.seed)
-    prompt_encoding.check_context_length(policy.model.config, config)
-    encoder = PromptEncoder.of_run(policy.tokenizer, config, policy.rows)
+    model = policy.model.config
+    prompts = encode_prompts(config, task, policy.tokenizer, model, policy.rows, ranks, training)
+    problems = [*prompts.train, *chain.from_iterable(prompts.heldout.values())]
+    return SamplingSetup(policy, completion_stop_ids(policy, prompts.encoder, problems), **prompts._asdict())
+
+
+class Prompts(NamedTuple):
+    """What `SamplingSetup` has apart from the policy."""
+
+    encoder: PromptEncoder
+    train: Sequence[Problem]
+    heldout: Mapping[str, Sequence[Problem]]
+    conversations: Conversations | None
+    notes: list[str]
+
+
+def encode_prompts(
+    config: RunConfig,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedConfig,
+    rows: int,
+    ranks: Ranks = SINGLE,
+    training: bool = True,
+) -> Prompts:
+    """Encode and check the prompts for a model with `rows` embeddings; the errors are those of `set_up_sampling`."""
+    prompt_encoding.check_context_length(model, config)
+    encoder = PromptEncoder.of_run(tokenizer, config, rows)
     conversations = build_conversations(config, encoder, ranks) if config.task.functions else None
-    train, heldout, notes = fitting_problems(encoder, task, config, training)
-    stop_ids = completion_stop_ids(policy, encoder, [*train, *chain.from_iterable(heldout.values())])
-    return SamplingSetup(policy, encoder, train, heldout, stop_ids, conversations, notes)
-
-
-def check_model(config: RunConfig) -> None:
-    """Check from the model's config.json that the engine of the settings can run it, before its weights are loaded.
-
-    Raises:
-        UserError: the model is a mixture of experts, which the engine does not run, or its config cannot be read.
-    """
-    engine = resolve_engine(config.sampling.engine, is_on_cuda(config.model))
-    if ENGINES[engine].runs_experts:
-        return
-    text = read_config(config.model).get_text_config()
-    # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
-    experts = [value for key, value in text.to_dict().items() if key.endswith("experts")]
-    if any(isinstance(count, int) and count > 1 for count in experts):
-        raise UserError(
-            f"model.path = {config.model.path!r}: {text.model_type} is a mixture of experts, which the {engine} engine "
-            "cannot load from the trainer; use --sampler transformers"
-        )
-
-
-def fitting_problems(
-    encoder: PromptEncoder, task: Task, config: RunConfig, training: bool = True
-) -> tuple[Sequence[Problem], Mapping[str, Sequence[Problem]], list[str]]:
-    """Return the problems whose prompts fit, those to train on and those of each evaluation set, and notes on them.
-
-    Raises UserError if none of a set fit, or training refuses all prompts.
-    """
     notes: list[str] = []
     train: Sequence[Problem] = ()
     if training:
@@ -108,7 +111,43 @@ def fitting_problems(
         for label, problems in first.items()
     }
     notes += encoder.notes(train if training else [*chain.from_iterable(heldout.values())])
-    return train, heldout, notes
+    return Prompts(encoder, train, heldout, conversations, notes)
+
+
+def prompts_without_weights(config: RunConfig, task: Task) -> Prompts:
+    """Check all that can be checked of a run without the weights of its model; the errors are those of training."""
+    check_engine_settings(config)
+    model, tokenizer = read_config(config.model), load_tokenizer(config.model)
+    rows = model.get_text_config().vocab_size
+    check_vocabulary(tokenizer, rows, config.model.path)
+    return encode_prompts(config, task, tokenizer, model, rows)
+
+
+def check_engine_settings(config: RunConfig) -> None:
+    """Check that the engine of the settings can run the model, by its config.json, and sample at their temperatures.
+
+    Raises:
+        UserError: the model is a mixture of experts, which the engine does not run, its config cannot be read, or the
+            engine does not sample at a temperature.
+    """
+    engine = resolve_engine(config.sampling.engine, is_on_cuda(config.model))
+    for section in ("sampling", "evaluation"):
+        temperature, (low, high) = getattr(config, section).temperature, ENGINES[engine].temperatures
+        if temperature and not low <= temperature <= high:
+            raise UserError(
+                f"{section}.temperature = {temperature:g}: {engine} samples at {low:g} to {high:g}, or at 0; "
+                "choose one of these, or use --sampler transformers"
+            )
+    if ENGINES[engine].runs_experts:
+        return
+    text = read_config(config.model).get_text_config()
+    # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
+    experts = [value for key, value in text.to_dict().items() if key.endswith("experts")]
+    if any(isinstance(count, int) and count > 1 for count in experts):
+        raise UserError(
+            f"model.path = {config.model.path!r}: {text.model_type} is a mixture of experts, which the {engine} engine "
+            "cannot load from the trainer; use --sampler transformers"
+        )
 
 
 def stream_completions(

@@ -61,8 +61,6 @@ V1_WARNING = (
     "vLLM runs its older model runner (V1), which draws the random numbers of every completion separately at each "
     "token; for the newer one, unset VLLM_USE_V2_MODEL_RUNNER and check that triton is installed"
 )
-TEMPERATURES = (0.01, 2.0)
-"""Temperatures at which vLLM samples, besides 0. Below them it silently uses 0.01, above them it raises."""
 UNESTIMATED_FRACTION = 0.5
 """vLLM's share of a GPU where `sampling.vllm.memory_fraction` is null and the memory of the model is not estimated."""
 CPU_CACHE_BLOCK = 32
@@ -160,12 +158,6 @@ class VllmSampler(Sampler):
                     f"a prompt of {len(prompt)} tokens and sampling.max_tokens = {turn.max_tokens} exceed the "
                     f"engine's limit of {self._max_model_len} tokens (sampling.max_prompt_tokens + sampling.max_tokens)"
                 )
-        low, high = TEMPERATURES
-        if params.temperature and not low <= params.temperature <= high:
-            raise UserError(
-                f"temperature = {params.temperature:g}: vLLM samples at {low:g} to {high:g}, or at 0; "
-                "choose one of these, or use --sampler transformers"
-            )
         prompts = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts_P]
         of_prompts = [_vllm_params(params, samples, turn) for turn in turns_P]
         with self._engine_call():

@@ -33,6 +33,8 @@ class EvalRow(TypedDict):
     task: str
     """The label of the evaluation set."""
     problem_id: str
+    question: str
+    """The question or the last message of the user, without the templates of the task and of the chat."""
     prompt: str
     reference: str
     grader: str
@@ -51,7 +53,8 @@ class EvalRow(TypedDict):
 
 
 COMPLETION = (
-    "label", "problem_id", "prompt", "reference", "text", "accuracy", "verdict", "reward", "length", "finish_reason",
+    "label", "problem_id", "question", "prompt", "reference", "text", "accuracy", "verdict", "reward", "length",
+    "finish_reason",
 )  # fmt: skip
 """What the tables of steps and of evaluations have in common; the label is the task, the data or the evaluation set."""
 
@@ -65,10 +68,10 @@ def write_sample_table(path: Path, groups: Sequence[Group]) -> Path:
     """Write a row per rollout of `groups`, in their order.
 
     `source` is the task or data set of the problem, and `reference` the reference answer. `extra` has the other inputs
-    of the grader, as JSON: with them the completion can be graded again. `reward` is null where grading failed, and
-    where every reward function reports that it does not apply. `accuracy` is 1 for a correct answer, 0 for any other.
-    `length` counts the sampled tokens, the end-of-sequence token included; `logprob_sum` is log π(completion) in nats
-    under the sampling distribution.
+    of the grader, as JSON: with them the completion can be graded again. `question` has no template, unlike `prompt`.
+    `reward` is null where grading failed, and where every reward function reports that it does not apply. `accuracy` is
+    1 for a correct answer, 0 for any other. `length` counts the sampled tokens, the end-of-sequence token included;
+    `logprob_sum` is log π(completion) in nats under the sampling distribution.
 
     The columns `reward/<name>` have the value of each of `task.rewards` before its weight; null where the grader
     failed, timed out, or does not apply.
@@ -93,6 +96,7 @@ def _rollout_columns(groups: Sequence[Group]) -> dict[str, tuple[Any, list[Any]]
     return {
         "source": (pa.string(), [problem.source for problem in problems]),
         "problem_id": (pa.string(), [problem.id for problem in problems]),
+        "question": (pa.string(), [problem.label for problem in problems]),
         "prompt": (pa.string(), [rollout.prompt for rollout in rollouts]),
         "reference": (pa.string(), [problem.answer for problem in problems]),
         "grader": (pa.string(), [problem.grader for problem in problems]),
@@ -184,20 +188,6 @@ def read_token_table(path: Path) -> dict[str, np.ndarray]:
         return {name: table[name].to_numpy().astype(np.float64) for name in TOKEN_COLUMNS}
 
 
-def read_token_tables(folder: Path) -> dict[str, np.ndarray]:
-    """Return the `TOKEN_COLUMNS` of all recorded steps of the run in `folder`, concatenated, float64 [T].
-
-    Raises UserError if the run has no token tables, or a file is damaged.
-    """
-    paths = [path for path in sorted((folder / "tokens").glob("step-*.parquet")) if step_of(path) is not None]
-    if not paths:
-        raise UserError(
-            f"{folder}: no recorded tokens there (tokens/step-*.parquet); evaluated steps have them"
-        )
-    tables = [read_token_table(path) for path in paths]
-    return {name: np.concatenate([table[name] for table in tables]) for name in TOKEN_COLUMNS}
-
-
 class TokenValues(NamedTuple):
     """Values per token of the S completions of a step, N tokens, flat and in the order of its sample table.
 
@@ -273,6 +263,35 @@ def read_token_values(path: Path) -> TokenValues:
             tokens.indices.to_numpy().astype(np.int32),
             **{name: lists[name].flatten().to_numpy().astype(kind) for name, kind in _PER_TOKEN.items()},
         )
+
+
+def read_recorded_tokens(folder: Path) -> dict[str, np.ndarray]:
+    """Return `old_logprob`, `ratio` and `advantage` of the recorded tokens of the run in `folder`, float64 [T].
+
+    They are those of the steps with values per token (`token_values/`), or, in a run without, those of `tokens/`.
+    Raises UserError if the run has neither, or a file is damaged.
+    """
+    recorded = [
+        path for path in sorted((folder / "token_values").glob("step-*.parquet")) if step_of(path) is not None
+    ]
+    evaluated = [
+        path for path in sorted((folder / "tokens").glob("step-*.parquet")) if step_of(path) is not None
+    ]
+    if not recorded and not evaluated:
+        raise UserError(
+            f"{folder}: no recorded tokens there; evaluated steps have them (tokens/step-*.parquet)"
+        )
+    names = ("old_logprob", "ratio", "advantage")
+    if not recorded:
+        tables = [[table[name] for name in names] for table in map(read_token_table, evaluated)]
+    else:
+        tables = [
+            [values.old_logprob, values.ratio, np.repeat(values.advantage, values.lengths)]
+            for values in map(read_token_values, recorded)
+        ]
+    columns = np.concatenate(tables, axis=1, dtype=np.float64)
+    trained = ~np.isnan(columns).any(axis=0)
+    return dict(zip(names, columns[:, trained], strict=True))
 
 
 def write_bad_batch(

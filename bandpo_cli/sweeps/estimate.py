@@ -79,7 +79,9 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: i
     The trial gets only the environment `variables`. Raises UserError with its last line of output if it fails.
     """
     steps = min(TRIAL_STEPS, config.steps)
-    tracking = config.tracking.model_copy(update={"mlflow": False, "trackers": (), "callbacks": ()})
+    tracking = config.tracking.model_copy(
+        update={"mlflow": False, "tensorboard": False, "trackers": (), "callbacks": ()}
+    )
     short = config.model_copy(update={"steps": steps, "tracking": tracking})
     with tempfile.TemporaryDirectory(prefix="bandpo-trial-") as scratch:
         plan = Path(scratch) / "trial.yaml"

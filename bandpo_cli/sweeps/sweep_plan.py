@@ -35,7 +35,7 @@ from bandpo_cli.settings_validation import Section, require
 from bandpo_cli.storage.run_folder import RunFolder, is_valid_name, shell_command
 from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.storage.sweep_folder import SweepFolder, SweepRun, check_baseline
-from bandpo_cli.storage.tables import read_token_tables
+from bandpo_cli.storage.tables import read_recorded_tokens
 
 if TYPE_CHECKING:
     from bandpo_cli.reports.run_tables import RunTables
@@ -251,7 +251,7 @@ def _matcher(recorded: str, runs_dir: Path, matches: dict[str, Any]) -> DeltaMat
     """Return a function that finds a radius on the tokens of a run and adds it to `matches`."""
     from bandpo_cli.bounds.intervals import RecordedTokens, match_clip_fraction
 
-    columns = read_token_tables(RunFolder.open(runs_dir, recorded).path)
+    columns = read_recorded_tokens(RunFolder.open(runs_dir, recorded).path)
     tokens = RecordedTokens(columns["old_logprob"], columns["ratio"], columns["advantage"])
 
     def match(region: TrustRegionSettings, method: str) -> float:

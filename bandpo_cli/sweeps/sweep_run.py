@@ -192,7 +192,7 @@ SweepEvents = Dispatcher[SweepInfo, States, SweepResult]
 
 
 def sweep(
-    plan: SweepPlan | SweepConfig | str,
+    plan: SweepPlan | SweepConfig | Mapping[str, Any] | str,
     *,
     executor: Executor | None = None,
     runs_dir: Path | str = "runs",
@@ -216,6 +216,8 @@ def sweep(
         KeyboardInterrupt, SystemExit: after the running processes have been stopped; the sweep can be resumed.
     """
     runs_dir, executor = Path(runs_dir), executor or Executor()
+    if isinstance(plan, Mapping):
+        plan = SweepConfig(**plan)
     if isinstance(plan, SweepConfig):
         plan = plan_from_config(plan, [], runs_dir)
     if isinstance(plan, str):
@@ -327,7 +329,9 @@ def _send_to_trackers(
     if error is not None:
         status = "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
     trackers = [] if mlflow is None else [("MLflow", "the sweep's end")]
-    trackers += [(name, "the report of the sweep") for name in config.other_trackers if error is None]
+    trackers += [
+        (name, "the report of the sweep") for name in config.names if name != MLFLOW and error is None
+    ]
     for name, what in trackers:
         try:
             sender = mlflow if mlflow is not None and name == "MLflow" else RunSender(name, folder.path)

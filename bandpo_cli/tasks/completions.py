@@ -14,15 +14,14 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, FiniteFloat, ValidationError
 
-from bandpo_cli.config.batch_and_sampling import Label
+from bandpo_cli.config.batch_and_sampling import Label, needs_answer
 from bandpo_cli.config.task import Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import is_custom_grader
-from bandpo_cli.tasks.question_answers import SAMPLE_ROWS, grader_columns
+from bandpo_cli.tasks.question_answers import SAMPLE_ROWS, grader_columns, read_question
 from bandpo_cli.tasks.rows import (
     find_fields,
     read_file,
-    read_question,
     replace_surrogates,
     source_label,
     to_json_value,
@@ -75,7 +74,7 @@ def read_completions(path: Path, grader: str | None = None) -> dict[str, list[St
     if not first_rows:
         raise ConfigError(f"{path}: holds no completions")
     is_table = set(first_rows[0]) >= _OWN_TABLE_COLUMNS
-    read_row: _RowReader = _read_table_row if is_table else _question_row_reader(path, first_rows)
+    read_row: _RowReader = _read_table_row if is_table else _question_row_reader(path, first_rows, grader)
     sets: dict[str, dict[str, StoredProblem]] = {}
     for number, row in enumerate(chain(first_rows, rows), start=1):
         label, problem, completions = read_row(row, grader, f"{path}, row {number}")
@@ -110,6 +109,7 @@ class _TableRow(BaseModel):
 
     problem_id: _Text
     prompt: _Text = ""
+    question: _Text = ""
     reference: _Text
     task: Label  # a part of metric names
     grader: _Text = "math"
@@ -138,14 +138,23 @@ def _read_table_row(row: Mapping[str, Any], grader: str | None, where: str) -> _
             f"--grader {values.grader:.100}"
         )
     problem = Problem(
-        values.problem_id, values.prompt, values.reference, values.task, values.grader, values.extra
+        values.problem_id,
+        values.prompt,
+        values.reference,
+        values.task,
+        values.grader,
+        values.extra,
+        values.question,
     )
     completion = StoredCompletion(values.text, values.length, values.finish_reason, values.logprob_sum)
     return values.task, problem, [completion]
 
 
-def _question_row_reader(path: Path, first_rows: list[dict[str, Any]]) -> _RowReader:
-    """Return a reader of rows with a question, an answer and completions; equal questions and answers have one id."""
+def _question_row_reader(path: Path, first_rows: list[dict[str, Any]], grader: str | None) -> _RowReader:
+    """Return a reader of rows with a question, an answer that `grader` may do without, and completions.
+
+    Equal questions and answers have one id.
+    """
     try:
         label = source_label(Source(path=str(path)))
     except ConfigError:  # no character of the file name is allowed in a metric name
@@ -154,21 +163,22 @@ def _question_row_reader(path: Path, first_rows: list[dict[str, Any]]) -> _RowRe
     names = find_fields(
         {key: value for key, value in row.items() if key != completions} for row in first_rows
     )
-    fields = {"question": names.question, "answer": names.answer, "completions": completions}
+    answer = names.answer if needs_answer(grader or "math") else ""
+    fields = {"question": names.question, "answer": answer, "completions": completions}
     if missing := " and the ".join(name for name, field in fields.items() if field is None):
         columns = ", ".join(map(_short_repr, islice(first_rows[0], 20)))
         raise ConfigError(
             f"{path}: no field found for the {missing}; its fields: {columns}; "
             'expected {"question": ..., "answer": ..., "completions": ["...", ...]} in each row, '
-            "or the samples.parquet of an evaluation"
+            "or the samples.parquet of an evaluation; a custom --grader needs no answer"
         )
 
     def read_row(row: Mapping[str, Any], grader: str | None, where: str) -> _StoredRow:
         question = read_question(row, names, where)
-        if question is None or question.answer is None:
-            name = "question" if question is None else "answer"
-            value = _short_repr(value_at(row, fields[name]))
-            raise ConfigError(f"{where}: '{fields[name]}' holds no {name}: {value}")
+        answer = None if question is None else question.answer if names.answer else ""
+        if question is None or answer is None:
+            field, name = (names.question, "question") if question is None else (names.answer, "answer")
+            raise ConfigError(f"{where}: '{field}' holds no {name}: {_short_repr(value_at(row, field))}")
         texts = value_at(row, completions)
         texts = [texts] if isinstance(texts, str) else texts
         if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
@@ -178,7 +188,7 @@ def _question_row_reader(path: Path, first_rows: list[dict[str, Any]]) -> _RowRe
             prompt = "\n\n".join(message.content for message in prompt)
         id_, grader = text_hash(json.dumps([prompt, question.answer])), grader or "math"
         extra = grader_columns({key: value for key, value in row.items() if key != completions}, [grader])
-        problem = Problem(id_, prompt, question.answer, path.stem, grader, extra)
+        problem = Problem(id_, prompt, answer, path.stem, grader, extra)
         return label, problem, [StoredCompletion(replace_surrogates(text)) for text in texts]
 
     return read_row

@@ -7,22 +7,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
+from bandpo_cli.config.batch_and_sampling import RewardComponent, needs_answer
 from bandpo_cli.config.task import DataTask, Fields, Source
 from bandpo_cli.errors import ConfigError, nearest, plural
 from bandpo_cli.registries import DATA_TASK, GRADERS, TEMPLATES
 from bandpo_cli.tasks.rows import (
-    Question,
+    CHAT_TEXT,
     SplitName,
     as_answer,
     as_level,
+    chat_value,
     clean_text,
     find_fields,
     has_surrogates,
     hub_id,
     known_dataset,
-    read_question,
     read_rows,
     source_label,
     to_json_value,
@@ -34,8 +35,22 @@ from bandpo_cli.types import Message, Problem, Prompt
 SAMPLE_ROWS = 1000
 """The fields are chosen by these first rows, so that a file of millions is read only once."""
 
+ROLES = ("system", "user", "assistant")
+
 _PURPOSES = {"train": "training", "heldout": "evaluation"}
 _NO_SETTINGS = DataTask(name=DATA_TASK)
+_DEFAULT_TEMPLATE = _NO_SETTINGS.template
+
+
+class Question(NamedTuple):
+    """The question of a row, as text or as the complete prompt in chat messages, and its answer; None for none.
+
+    `has_solution`: an assistant message at the end is not part of the prompt, because the model writes its own.
+    """
+
+    prompt: Prompt
+    answer: str | None
+    has_solution: bool
 
 
 class QuestionAnswerTask(Task):
@@ -124,7 +139,13 @@ class QuestionAnswerTask(Task):
         readable = GRADERS[grader].templates if grader in GRADERS else ()
         if any(not isinstance(question.prompt, str) for question in questions):
             self.lines.append(
-                f"{source_label(source)}: has chat messages; task.template and task.system do not apply"
+                f"{source_label(source)}: has chat messages; task.template does not apply, task.system where they have "
+                "no system message"
+            )
+        elif not questions[0].answer:
+            self.lines.append(
+                f"{source_label(source)}: without reference answers, so that the default of task.template does not "
+                f"apply{f' and {grader!r} grades nothing' if needs_answer(grader) else ''}"
             )
         elif readable and template in TEMPLATES and template not in ("plain", *readable):
             self.lines.append(
@@ -135,8 +156,13 @@ class QuestionAnswerTask(Task):
 
     def _with_prompts(self, questions: Iterable[Problem]) -> list[Problem]:
         """Return the questions in the template of the config."""
-        template, system = self._config.template, self._config.system
-        return [replace(q, prompt=build_prompt(q.prompt, template, system)) for q in questions]
+        template, system, of_question = self._config.template, self._config.system, list[Problem]()
+        for question in questions:
+            # The default template asks for a final answer, which nothing grades here.
+            own = "plain" if not question.answer and template == _DEFAULT_TEMPLATE else template
+            prompt = build_prompt(question.prompt, own, system)
+            of_question.append(replace(question, prompt=prompt, question=bare_question(question.label)))
+        return of_question
 
 
 def hub_ids(config: DataTask) -> list[str]:
@@ -151,26 +177,32 @@ def load_questions(
     """Read the questions of a source that the setting `part` of the task `config` names.
 
     Return them in the order of the rows, without a template unless they are chat messages, and notes for the user on
-    what was read and dropped. Raise ConfigError if the source cannot be read, lacks a field for the question or the
-    answer, has malformed chat messages, or has no usable row.
+    what was read and dropped. Without a field for the answer, the answers are empty if no reward of the task compares
+    with them. Raise ConfigError if the source cannot be read, lacks a needed field, has malformed chat messages, or has
+    no usable row.
     """
     label, place, known = source_label(source), source.path or source.name, known_dataset(source)
-    grader = config.answer_grader or source.answer_grader
-    graders = [grader, *(reward.grader for reward in config.rewards or () if reward.grader)]
+    grader, rewards = config.answer_grader or source.answer_grader, config.rewards or (RewardComponent(),)
+    comparing = [name for item in rewards if item.weight and needs_answer(name := item.grader or grader)]
+    readers = [grader, *filter(None, [config.environment, *(item.grader for item in rewards)])]
     rows = read_rows(source, part, config.revisions.get(hub_id(source) or ""))
     first_rows = list(islice(rows, SAMPLE_ROWS))
     if not first_rows:
         raise ConfigError(f"task.{part}: '{place}' holds no rows")
     columns = ", ".join(dict.fromkeys(str(name) for row in first_rows for name in row))
     names = find_fields(first_rows, source.fields, known)
-    required = ["question", "answer", *(["level"] if source.levels is not None else [])]
-    if missing := [name for name in required if getattr(names, name) is None]:
+    required = {"question": True, "answer": comparing, "level": source.levels is not None}
+    if missing := [name for name in required if required[name] and getattr(names, name) is None]:
         sources = [*(getattr(config, part) or ())]
         index = sources.index(source) if source in sources else 0
         mapping = " ".join(f"--set task.{part}.{index}.fields.{name}=FIELD" for name in missing)
+        why, other = "", ""
+        if "answer" in missing:
+            why = f", which the grader '{comparing[0]}' compares with"
+            other = ", or a reward that needs no answer: --grader module:function"
         raise ConfigError(
-            f"'{place}': no field found for the {' and the '.join(missing)}; its fields: {columns}; "
-            f"add {mapping}"
+            f"'{place}': no field found for the {' and the '.join(missing)}{why}; its fields: {columns}; "
+            f"add {mapping}{other}"
         )
     dropped: Counter[str] = Counter()
     problems: dict[str, Problem] = {}
@@ -184,7 +216,8 @@ def load_questions(
         solutions += question.has_solution
         level = as_level(value_at(row, names.level))
         # A text of several lines has no final answer that the known graders could compare with.
-        if question.answer is None or ("\n" in question.answer and grader in GRADERS):
+        answer = "" if names.answer is None else question.answer
+        if answer is None or ("\n" in answer and needs_answer(grader)):
             is_broken = has_surrogates(value_at(row, names.answer))
             dropped["with an answer not in UTF-8" if is_broken else "without an answer"] += 1
         elif source.levels is not None and level not in source.levels:
@@ -192,8 +225,8 @@ def load_questions(
         elif (id_ := f"{label}/{_problem_name(row, names, question)}") in problems:
             dropped["repeated"] += 1
         else:
-            extra = grader_columns(row, graders) | ({} if level is None else {"level": level})
-            problems[id_] = Problem(id_, question.prompt, question.answer, label, grader, extra)
+            extra = grader_columns(row, readers) | ({} if level is None else {"level": level})
+            problems[id_] = Problem(id_, question.prompt, answer, label, grader, extra)
     selected = list(problems.values())
     if source.limit is not None and source.limit < len(problems):
         dropped["over the limit"] = len(problems) - source.limit
@@ -215,17 +248,17 @@ def load_questions(
 
 
 def grader_columns(row: Mapping[str, Any], graders: Iterable[str]) -> dict[str, Any]:
-    """Return the columns of a row as JSON values: all for a custom grader, else those of verl's layout for graders."""
+    """Return the columns of a row as JSON values: all for custom code, else those of verl's layout for graders."""
     names = ("data_source", "extra_info") if GRADERS.keys() >= {*graders} else row
-    return {key: to_json_value(row[key]) for key in names if row.get(key) is not None}
+    return {key: to_json_value(row[key]) for key in names if key in row}
 
 
 def _problem_name(row: Mapping[str, Any], names: Fields, question: Question) -> str:
-    """Return the identifier in the row, else a hash of the prompt and the answer."""
+    """Return the identifier in the row, else a hash of the prompt and the answer, or all columns without an answer."""
     value, prompt = value_at(row, names.id), question.prompt
     name = clean_text(value) if isinstance(value, str) else as_answer(value)
     content = [prompt] if isinstance(prompt, str) else [[turn.role, turn.content] for turn in prompt]
-    return name or text_hash(json.dumps([content, question.answer]))
+    return name or text_hash(json.dumps([content, question.answer or to_json_value(row)]))
 
 
 def question_key(prompt: Prompt) -> str:
@@ -234,3 +267,53 @@ def question_key(prompt: Prompt) -> str:
     turns = [bare_question(message.content) for message in messages if message.role != "system"]
     text = compatibility_form("\n".join(turns)).casefold()
     return text_hash(re.sub(r"[\s$]+", "", text))
+
+
+def read_question(row: Mapping[str, Any], names: Fields, where: str) -> Question | None:
+    """Read the question of a row, a text or chat messages; return None for blank text and for values of other types.
+
+    Raise ConfigError if a list, or its JSON text, cannot be read as chat messages; the message begins with `where`.
+    """
+    value = chat_value(value_at(row, names.question))
+    prompt: Prompt | None = clean_text(value)
+    solution = None
+    if isinstance(value, list) or (isinstance(value, str) and CHAT_TEXT.match(value)):
+        try:
+            prompt, solution = _read_messages(value)
+        except ValueError as error:
+            raise ConfigError(f"{where}: the chat messages of '{names.question}': {error}") from None
+    if prompt is None:
+        return None
+    answer = solution if names.answer == names.question else value_at(row, names.answer)
+    return Question(prompt, as_answer(answer), solution is not None)
+
+
+def _read_messages(value: list[Any] | str) -> tuple[tuple[Message, ...], str | None]:
+    """Return the prompt, and the content of an assistant message at the end; raise ValueError for anything else."""
+    if isinstance(value, str):
+        raise ValueError("no JSON text; write them with json.dumps, or save the data as .jsonl or .parquet")
+    messages = []
+    for number, entry in enumerate(value, start=1):
+        message = entry if isinstance(entry, Mapping) else {}
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES or (role == "system" and number > 1):
+            raise ValueError(
+                f"message {number} has the role {role!r:.50}; expected {{role: user, content: ...}}, with the role "
+                "user, assistant or, of the first message, system"
+            )
+        if isinstance(content, list):
+            parts = [part if isinstance(part, Mapping) else {} for part in content]
+            texts = [part.get("text") if part.get("type") == "text" else None for part in parts]
+            content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
+        if not isinstance(content, str) or (content.strip() and clean_text(content) is None):
+            raise ValueError(
+                f"message {number} has content that is no text in UTF-8; only a text, or a list of parts of the type "
+                "'text', is supported"
+            )
+        messages.append(Message(role, content))
+    solution = messages.pop().content if messages and messages[-1].role == "assistant" else None
+    if not messages or messages[-1].role != "user" or not messages[-1].content.strip():
+        raise ValueError(
+            "no question, which is a message with the role user and a text, at the end or before an assistant message"
+        )
+    return tuple(messages), solution

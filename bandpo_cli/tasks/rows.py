@@ -12,16 +12,16 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from bandpo_cli.config.task import FILE_SUFFIXES, Fields, Source
 from bandpo_cli.errors import ConfigError, first_line, nearest
 from bandpo_cli.grading.answers import final_answer, unwrap
 from bandpo_cli.paths import check_regular_file, path_exists, user_path
 from bandpo_cli.registries import DATASETS, Dataset
-from bandpo_cli.types import Message, Prompt
 
 Row = dict[str, Any]
 SplitName = Literal["train", "heldout"]
@@ -39,11 +39,11 @@ LEVEL_NAMES = ("level", "difficulty")
 """The usual names, in the order in which they are tried."""
 
 NO_FIELDS = Fields()
-ROLES = ("system", "user", "assistant")
 
 _INTEGER_VALUED = re.compile(r"(-?\d+)\.0+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _FIRST_NUMBER = re.compile(r"\d+")
+CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 
 
 def read_rows(source: Source, part: SplitName, revision: str | None = None) -> Iterator[Row]:
@@ -262,14 +262,16 @@ def find_fields(
     def first(names: Iterable[str | None], usable: Callable[[Any], Any]) -> str | None:
         return next((n for n in names if n and any(usable(value_at(row, n)) for row in rows)), None)
 
-    verl = any(is_chat(row.get("prompt")) and value_at(row, _VERL_ANSWER) is not None for row in rows)
+    verl = any(
+        is_chat(chat_value(row.get("prompt"))) and value_at(row, _VERL_ANSWER) is not None for row in rows
+    )
     questions = ["prompt" if verl else None, known.question, *QUESTION_NAMES]
     answers = sorted([known.answer, *ANSWER_NAMES], key=lambda name: name == "solution")
     question = configured.question or first(questions, lambda value: is_chat(value) or clean_text(value))
     question = question or first(questions, has_surrogates)  # its rows are dropped for that reason
     answer = configured.answer or first([_VERL_ANSWER if verl else None, *answers], as_answer)
     if answer is None:
-        last_turns = [chat[-1] for row in rows if is_chat(chat := value_at(row, question))]
+        last_turns = [chat[-1] for row in rows if is_chat(chat := chat_value(value_at(row, question)))]
         if any(isinstance(turn, Mapping) and turn.get("role") == "assistant" for turn in last_turns):
             answer = question
     answer = answer or first(answers, has_surrogates)
@@ -287,34 +289,12 @@ def value_at(row: Mapping[str, Any], path: str | None) -> Any:
     return value
 
 
-class Question(NamedTuple):
-    """The question of a row, as text or as the complete prompt in chat messages, and its answer; None for none.
-
-    `has_solution`: an assistant message at the end is not part of the prompt, because the model writes its own.
-    """
-
-    prompt: Prompt
-    answer: str | None
-    has_solution: bool
-
-
-def read_question(row: Mapping[str, Any], names: Fields, where: str) -> Question | None:
-    """Read the question of a row, a text or chat messages; return None for blank text and for values of other types.
-
-    Raise ConfigError if a list cannot be read as chat messages; the message begins with `where`.
-    """
-    value = value_at(row, names.question)
-    prompt: Prompt | None = clean_text(value)
-    solution = None
-    if isinstance(value, list):
-        try:
-            prompt, solution = _read_messages(value)
-        except ValueError as error:
-            raise ConfigError(f"{where}: the chat messages of '{names.question}': {error}") from None
-    if prompt is None:
-        return None
-    answer = solution if names.answer == names.question else value_at(row, names.answer)
-    return Question(prompt, as_answer(answer), solution is not None)
+def chat_value(value: Any) -> Any:
+    """Return chat messages that are JSON text, as in the cells of a CSV file, as the list; other values unchanged."""
+    if isinstance(value, str) and CHAT_TEXT.match(value):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def is_chat(value: Any) -> bool:
@@ -332,35 +312,6 @@ def clean_text(value: Any) -> str | None:
 def has_surrogates(value: Any) -> bool:
     """Return whether a value is a text with unpaired surrogates."""
     return isinstance(value, str) and _SURROGATE.search(value) is not None
-
-
-def _read_messages(value: list[Any]) -> tuple[tuple[Message, ...], str | None]:
-    """Return the prompt, and the content of an assistant message at the end; raise ValueError for anything else."""
-    messages = []
-    for number, entry in enumerate(value, start=1):
-        message = entry if isinstance(entry, Mapping) else {}
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES or (role == "system" and number > 1):
-            raise ValueError(
-                f"message {number} has the role {role!r:.50}; expected {{role: user, content: ...}}, with the role "
-                "user, assistant or, of the first message, system"
-            )
-        if isinstance(content, list):
-            parts = [part if isinstance(part, Mapping) else {} for part in content]
-            texts = [part.get("text") if part.get("type") == "text" else None for part in parts]
-            content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
-        if not isinstance(content, str) or (content.strip() and clean_text(content) is None):
-            raise ValueError(
-                f"message {number} has content that is no text in UTF-8; only a text, or a list of parts of the type "
-                "'text', is supported"
-            )
-        messages.append(Message(role, content))
-    solution = messages.pop().content if messages and messages[-1].role == "assistant" else None
-    if not messages or messages[-1].role != "user" or not messages[-1].content.strip():
-        raise ValueError(
-            "no question, which is a message with the role user and a text, at the end or before an assistant message"
-        )
-    return tuple(messages), solution
 
 
 def as_answer(value: Any) -> str | None:

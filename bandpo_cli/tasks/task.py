@@ -68,15 +68,15 @@ def build_prompt(question: Prompt, template: str, system: str | None = None) -> 
 
     The template is a name in `TEMPLATES` or a text with `{question}` in it. An instruction of a known template replaces
     one that came with the question; it is not added around it. The slot is replaced literally, because questions
-    contain many braces. Chat messages are a complete prompt, and are returned unchanged.
+    contain many braces. Chat messages get no template, and the system message only if they have none.
     """
+    first = () if system is None else (Message("system", system),)
     if not isinstance(question, str):
-        return question
+        return question if question[0].role == "system" else (*first, *question)
     text = TEMPLATES.get(template, template)
     if template in TEMPLATES and text != _SLOT:
         question = bare_question(question)
-    user = Message("user", text.replace(_SLOT, question))
-    return (user,) if system is None else (Message("system", system), user)
+    return (*first, Message("user", text.replace(_SLOT, question)))
 
 
 def bare_question(text: str) -> str:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -71,21 +72,26 @@ class Components(SamplingSetup):
             problems=self.problems_digest,
         )
 
-    def resume_from(self, checkpoint: Path) -> Progress:
-        """Load the state of a checkpoint of the same run; the reference stays the initial policy.
+    def resume_from(
+        self, checkpoint: Path, progress: Progress | None = None, with_batch: bool = True
+    ) -> Progress:
+        """Load the state of a checkpoint; the reference stays the initial policy.
+
+        A fork has its own `progress`, and may leave out the batch that was sampled ahead.
 
         Raises:
             UserError: the checkpoint is damaged or belongs to another model, or the problems are not those of the run.
             StaleEngineError: the weights could not be sent to the sampler.
         """
-        progress = load_checkpoint(self.policy, self.optimizer, checkpoint)
+        progress = load_checkpoint(self.policy, self.optimizer, checkpoint, progress)
         if progress.problems not in (ANY_PROBLEMS, self.problems_digest):
             raise UserError(
                 f"{checkpoint}: the run trained on other problems than its task has now and cannot be resumed; "
                 "restore the original data, or start a new run"
             )
         self.stream.position = progress.position
-        self.ranks.agree(lambda: self._read_ahead(checkpoint, progress.step))
+        if with_batch:
+            self.ranks.agree(partial(self._read_ahead, checkpoint, progress.step))
         self.sampler.sync(self.policy.model, progress.updates)
         return progress
 
@@ -155,8 +161,10 @@ def _problems_digest(train: Sequence[Problem], heldout: Mapping[str, Sequence[Pr
     return digest.hexdigest()
 
 
-def load_checkpoint(policy: Policy, optimizer: Optimizer, folder: Path) -> Progress:
-    """Load weights and optimizer state from a checkpoint of the same model and return its progress.
+def load_checkpoint(
+    policy: Policy, optimizer: Optimizer, folder: Path, progress: Progress | None = None
+) -> Progress:
+    """Load weights and optimizer state from a checkpoint of the same model and return its progress, or that of a fork.
 
     The checkpoint may have been written by another number of ranks. All ranks must call this together; an error on one
     of them is raised on all.
@@ -165,7 +173,8 @@ def load_checkpoint(policy: Policy, optimizer: Optimizer, folder: Path) -> Progr
         UserError: the checkpoint is damaged or belongs to another model.
     """
     ranks = policy.ranks
-    progress = ranks.agree(lambda: read_trainer_state(folder))[0]
+    stored = ranks.agree(lambda: read_trainer_state(folder))[0]
+    progress = stored if progress is None else progress
     with reading_errors(folder):
         # Copied into the existing tensors, because optimizer, masters and sampler hold references to them.
         load_weights(policy.model, folder, ranks)

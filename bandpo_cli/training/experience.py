@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bandpo_cli.config.run import ObjectiveConfig, RunConfig
 from bandpo_cli.errors import RunError
@@ -30,6 +31,7 @@ from bandpo_cli.models.packing import (
     collate,
     device_tensor,
     empty_batch,
+    host_copy,
     rows_from_groups,
 )
 from bandpo_cli.objective.advantages import wrong_peers
@@ -98,8 +100,8 @@ class Experience(LossBatch):
 
     Attributes:
         groups: the P groups that the completions belong to.
-        has_loss: [S] bool, False for a completion that `objective.mask_truncated` masks: it has no loss, and does not
-            count in the normalisation of the loss.
+        has_loss: [S] bool on the CPU, False for a completion that `objective.mask_truncated` masks: it has no loss, and
+            does not count in the normalisation of the loss.
         micro_batches: the completions of this rank as the model's input; as many on every rank.
         order: [N] int64, index in the update of each token in the order of the ranks and their micro-batches; None with
             one rank, where both orders are the same.
@@ -136,9 +138,15 @@ class Experience(LossBatch):
         """Return the weight of each token in the loss of the update, [N] float32, by `objective.aggregation`."""
         has_loss = torch.cat([part.has_loss for part in self.parts])
         lengths = torch.cat([part.lengths for part in self.parts])
+        counted = device_tensor(has_loss.nonzero().squeeze(1), lengths.device)
         weights = torch.zeros(len(lengths), device=lengths.device)
-        weights[has_loss] = AGGREGATIONS[aggregation](lengths[has_loss], max_tokens)
-        return weights[: len(self.lengths)].repeat_interleave(self.lengths)
+        weights[counted] = AGGREGATIONS[aggregation](lengths[counted], max_tokens)
+        return weights[: len(self.lengths)].repeat_interleave(self.lengths, output_size=self.tokens)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens, N."""
+        return len(self.sampler_logprobs)
 
     @property
     def trained_advantages(self) -> torch.Tensor:
@@ -201,6 +209,15 @@ class Experience(LossBatch):
     def updated(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
         """Return the experience after its update, whose pass gave these values; it may be a pass under π_old."""
         return self.measured(logprobs, entropy) if self.old.measured == "own pass" else self
+
+    def on_host(self) -> Experience:
+        """Return the experience without micro-batches, with `host_copy` of its tensors."""
+        tensors: dict[str, Any] = {
+            name: host_copy(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        columns = {name: host_copy(column) for name, column in self.columns.items()}
+        left_out = None if self.left_out is None else self.left_out.on_host()
+        return replace(self, micro_batches=(), columns=columns, left_out=left_out, **tensors)
 
 
 @torch.no_grad()
@@ -294,9 +311,9 @@ def _sampled(
         micro_batches=(),
         order=None,
         lengths=lengths,
-        has_loss=has_loss_PG.flatten().to(device),
+        has_loss=has_loss_PG.flatten(),
         wrong_peers=device_tensor(peers, device, torch.float32),
-        advantages=advantages_PG.flatten().repeat_interleave(lengths),
+        advantages=advantages_PG.flatten().repeat_interleave(lengths, output_size=len(sampler_logprobs)),
         sampler_logprobs=sampler_logprobs,
         old_logprobs=sampler_logprobs,
         entropy=entropy,

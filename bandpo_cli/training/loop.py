@@ -111,11 +111,13 @@ def train(
                 run = folder.path if is_main else None
                 on_bad_update = partial(handle_bad_update, config, optimizer, step, run)
                 updates = update_policy(policy, optimizer, experiences, config, on_bad_update)
+                del experiences
                 optimizer.zero_grad()  # no gradients are held while the sampler wakes up and samples
             with timer.phase("record"):
                 # → metrics
-                trained = updates.trained or experiences
-                record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | update_metrics(updates)
+                updates = updates.on_host()
+                record = rollout_metrics(rollouts.sampled) | token_metrics(updates.trained or updates.skipped)
+                record |= update_metrics(updates)
                 scheduled = config.bounds.scheduled(step, config.steps)
                 record |= {f"bounds/{name}": value for name, value in scheduled.items()}
                 record |= work.metrics(timer, rollouts, updates.trained, totals, released)
@@ -130,7 +132,7 @@ def train(
                         tokenizer = components.policy.tokenizer
                         folder.write_token_values(step, token_values(rollouts.sampled, updates, tokenizer))
                 # No values per token are held while the sampler wakes up and samples.
-                del experiences, updates, trained
+                del updates
             batches.wait(timer)
             with timer.phase("sync"):
                 # → weight sync

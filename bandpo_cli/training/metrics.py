@@ -130,7 +130,7 @@ def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 
 def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
     """Return the metrics of each token at its own update; if all updates were skipped, only learning rate and skips."""
-    metrics = {"optim/lr": updates.lr, "optim/skipped_updates": float(updates.skipped)}
+    metrics = {"optim/lr": updates.lr, "optim/skipped_updates": float(len(updates.skipped))}
     trained, forwards = updates.trained, updates.forwards
     if not trained:
         return metrics
@@ -232,7 +232,7 @@ def clip_map_columns(updates: AppliedUpdates) -> dict[str, NDArray[np.float32]]:
         "gradient_weight": torch.cat([forward.gradient_weights for forward in forwards]),
     }
     stride = -(-len(ratios) // CLIP_MAP_TOKENS)
-    return {name: column[::stride].cpu().numpy() for name, column in columns.items()}
+    return {name: column[::stride].numpy() for name, column in columns.items()}
 
 
 def is_recorded(config: RunConfig, step: int, last: int) -> bool:
@@ -264,7 +264,7 @@ def token_values(
         place = np.concatenate([places[id(group)] for group in experience.groups])
         for name, value in _known_values(experience, forward).items():
             if value is not None:
-                columns[name][place] = value.cpu().numpy()
+                columns[name][place] = value.numpy()
 
     for experience, forward in zip(updates.trained, updates.forwards, strict=True):
         store(experience, forward)

@@ -143,18 +143,16 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     @record_function(f"{PROFILER_PREFIX}optimizer")
-    def step(self) -> float:
+    def step(self, check: Callable[[torch.Tensor], float] = float) -> float:
         """Clip the gradient to `optim.max_grad_norm`, apply one update and return the norm before clipping.
 
         The norm is computed over the complete gradient, also for a sharded model.
 
-        Raises:
-            NonFiniteError: the norm is NaN or infinite; the weights are unchanged.
+        Args:
+            check: called with the norm before the weights change, returns its value, and may raise NonFiniteError.
         """
         limit = math.inf if self._config.max_grad_norm is None else self._config.max_grad_norm
-        norm = full_tensor(nn.utils.clip_grad_norm_(self._parameters, limit)).item()
-        if not math.isfinite(norm):
-            raise NonFiniteError(f"the gradient norm is {norm}")
+        norm = check(full_tensor(nn.utils.clip_grad_norm_(self._parameters, limit)))
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()

@@ -99,14 +99,11 @@ class StepTimer:
 
 
 class RunTotals:
-    """What a run has taken up to now (`metric_names.TOTALS`), from the last line of its record on.
-
-    A run that an earlier version began has no totals: those of its first steps are not known.
-    """
+    """What a run has taken up to now (`metric_names.TOTALS`), from the last line of its record on."""
 
     def __init__(self, records: Sequence[Mapping[str, Any]]) -> None:
         last: Mapping[str, Any] = records[-1] if records else dict.fromkeys(TOTALS, 0)
-        self._totals: dict[str, float] = {name: last[name] for name in TOTALS if name in last}
+        self._totals: dict[str, float] = {name: last[name] for name in TOTALS}
 
     def add(self, taken: Mapping[str, float]) -> dict[str, float]:
         """Add what a step, or a part of it, has taken; return the totals."""
@@ -280,7 +277,7 @@ class PackedWork(AbstractContextManager["PackedWork"]):
             totals: those of the run before the step, to which the tokens and FLOPs of the step are added.
             released: bytes that `Sampler.sleep` has released since the last `note_memory`.
         """
-        trained_tokens = sum(int(part.lengths.sum()) for item in trained for part in item.parts)
+        trained_tokens = sum(part.tokens for item in trained for part in item.parts)
         training = timer.seconds("logprobs", "update")
         counts = self._ranks.gather((self.flops, self.positions, self.padding))
         flops, positions, padding = map(sum, zip(*counts, strict=True))

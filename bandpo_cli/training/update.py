@@ -8,8 +8,9 @@ update (`handle_bad_update`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.models.packing import host_copy
 from bandpo_cli.models.weights import local_tensor
 from bandpo_cli.objective.policy_objective import policy_objective
 from bandpo_cli.storage.tables import BAD_BATCHES, MAX_BAD_BATCHES, write_bad_batch
@@ -52,14 +54,25 @@ class AppliedUpdates:
 
     Attributes:
         lr: learning rate of the last update, applied or skipped.
-        skipped: number of skipped updates.
+        skipped: the experiences of skipped updates.
     """
 
     trained: list[Experience] = field(default_factory=list)
     forwards: list[Forward] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     lr: float = 0.0
-    skipped: int = 0
+    skipped: list[Experience] = field(default_factory=list)
+
+    def on_host(self) -> AppliedUpdates:
+        """Return the updates with their tensors in memory of the host; a GPU is waited for once."""
+        trained, skipped = ([item.on_host() for item in items] for items in (self.trained, self.skipped))
+        forwards = [
+            Forward._make(None if value is None else host_copy(value) for value in item)
+            for item in self.forwards
+        ]
+        if any(item.lengths.is_cuda for item in (*self.trained, *self.skipped)):
+            torch.cuda.synchronize()
+        return replace(self, trained=trained, skipped=skipped, forwards=forwards)
 
 
 def update_policy(
@@ -67,7 +80,7 @@ def update_policy(
     optimizer: Optimizer,
     experiences: Sequence[Experience],
     config: RunConfig,
-    on_bad_update: Callable[[int, Experience, Forward | None, NonFiniteError], None] | None = None,
+    on_bad_update: Callable[[int, Experience, Forward, NonFiniteError], None] | None = None,
 ) -> AppliedUpdates:
     """Apply one optimizer update per experience, in order: loss, gradient, AdamW step; the weights change in place.
 
@@ -86,32 +99,46 @@ def update_policy(
     for number, experience in enumerate(experiences, start=1):
         updates.lr = optimizer.lr
         optimizer.zero_grad()
-        forward: Forward | None = None
+        forward = accumulate_gradient(policy, experience, config)
         try:
-            _check_tokens(
-                {
-                    "the policy's log-probs": experience.trainer_logprobs,
-                    "the sampler's log-probs": experience.sampler_logprobs,
-                    "the reference model's log-probs": experience.ref_logprobs,
-                    "the advantages": experience.advantages,
-                }
-            )
-            forward = accumulate_gradient(policy, experience, config)
-            _check_tokens({"the policy's log-probs under update": forward.logprobs})
-            if not math.isfinite(loss := forward.loss.item()):
-                raise NonFiniteError(f"the loss is {loss}")
-            norm = optimizer.step()
+            norm = optimizer.step(partial(finite_norm, experience, forward))
         except NonFiniteError as error:
             if on_bad_update is None:
                 raise
             on_bad_update(number, experience, forward, error)
             optimizer.skip()
-            updates.skipped += 1
+            updates.skipped.append(experience)
             continue
         updates.trained.append(experience.updated(forward.logprobs, forward.entropy))
         updates.forwards.append(forward)
         updates.grad_norms.append(norm)
     return updates
+
+
+def finite_norm(experience: Experience, forward: Forward, norm: torch.Tensor) -> float:
+    """Return the gradient norm of an update as a number, with one transfer from the device for all that is checked.
+
+    Raises:
+        NonFiniteError: the first of the experience, the log-probs, the loss and the norm that is not finite.
+    """
+    columns = {
+        "the policy's log-probs": experience.trainer_logprobs,
+        "the sampler's log-probs": experience.sampler_logprobs,
+        "the reference model's log-probs": experience.ref_logprobs,
+        "the advantages": experience.advantages,
+        "the policy's log-probs under update": forward.logprobs,
+    }
+    known = {name: values for name, values in columns.items() if values is not None}
+    counts = [(~torch.isfinite(values)).sum() for values in known.values()]
+    # float64 has the counts and both float32 values exactly
+    *bad_counts, loss, value = torch.stack([item.double() for item in (*counts, forward.loss, norm)]).tolist()
+    for name, bad in zip(known, bad_counts, strict=True):
+        if bad:
+            raise NonFiniteError(f"{name} are not finite at {int(bad):,} of {experience.tokens:,} tokens")
+    for name, number in (("loss", loss), ("gradient norm", value)):
+        if not math.isfinite(number):
+            raise NonFiniteError(f"the {name} is {number}")
+    return float(value)
 
 
 def accumulate_gradient(policy: Policy, experience: Experience, config: RunConfig) -> Forward:
@@ -156,14 +183,13 @@ def handle_bad_update(
     run: Path | None,
     number: int,
     experience: Experience,
-    forward: Forward | None,
+    forward: Forward,
     fault: NonFiniteError,
 ) -> None:
     """Store the batch of update `number` (from 1) of a step, and return if the update is to be skipped.
 
     Args:
         run: the run folder, where the batch is stored; None on all ranks but one.
-        forward: None where the experience itself has non-finite values, so that no loss was computed.
         fault: names the non-finite quantity.
 
     Raises:
@@ -208,26 +234,16 @@ def check_finite_weights(model: nn.Module) -> None:
             )
 
 
-def _check_tokens(named: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise NonFiniteError for the first tensor with non-finite values; None is skipped."""
-    tensors = {name: values for name, values in named.items() if values is not None}
-    # One transfer from the device for all of them.
-    counts = torch.stack([(~torch.isfinite(values)).sum() for values in tensors.values()]).tolist()
-    for (name, values), bad in zip(tensors.items(), counts, strict=True):
-        if bad:
-            raise NonFiniteError(f"{name} are not finite at {bad:,} of {values.numel():,} tokens")
-
-
-def _token_columns(experience: Experience, forward: Forward | None) -> dict[str, list[list[float] | None]]:
+def _token_columns(experience: Experience, forward: Forward) -> dict[str, list[list[float] | None]]:
     """Return the columns of a bad batch with token values (docs/metrics.md); None where a value was not computed."""
     lengths = experience.lengths.tolist()
     columns: dict[str, torch.Tensor | None] = {
         "old_logprobs": None if experience.old.measured == "own pass" else experience.old_logprobs,
-        "new_logprobs": None if forward is None else forward.logprobs,
+        "new_logprobs": forward.logprobs,
         "trainer_logprobs": experience.trainer_logprobs,
         "sampler_logprobs": experience.sampler_logprobs,
         "ref_logprobs": experience.ref_logprobs,
-        "ratios": None if forward is None else forward.ratios,
+        "ratios": forward.ratios,
         "lower": experience.columns.get("lower"),
         "upper": experience.columns.get("upper"),
         "importance": experience.importance_weights,

@@ -110,8 +110,8 @@ help-version: --version
 """
 
 _SETTINGS = """
-dry-train: train --dry-run
-dry-file: train -c small.yaml -c file.yaml --dry-run
+dry-train: train --dry-run --all-settings
+dry-file: train -c small.yaml -c file.yaml --dry-run --all-settings
 """
 
 _HELP = """

@@ -29,7 +29,7 @@ from bandpo_cli.methods.band_and_clip import (
 from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.registries import DIVERGENCES
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.tables import TOKEN_COLUMNS, read_token_tables
+from bandpo_cli.storage.tables import TOKEN_COLUMNS, TokenValues, read_recorded_tokens, write_token_values
 from bandpo_cli.training.metrics import clip_metrics
 
 LOGP = torch.tensor([0.001, 0.08, 0.9], dtype=torch.float64).log()
@@ -169,11 +169,25 @@ def test_an_impossible_match_raises_config_error():
 def test_recorded_tokens_are_read_from_the_run_folder(tmp_path):
     folder = RunFolder.create(tmp_path, "a")
     with pytest.raises(UserError, match="no recorded tokens there"):
-        read_token_tables(folder.path)
+        read_recorded_tokens(folder.path)
     columns = {name: np.arange(3, dtype=np.float32) for name in TOKEN_COLUMNS}
     for step in (1, 2):
         folder.write_tokens(step, columns)
-    assert read_token_tables(folder.path)["ratio"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert read_recorded_tokens(folder.path)["ratio"].tolist() == [0, 1, 2, 0, 1, 2]
     (folder.path / "tokens" / "step-000002.parquet").write_bytes(b"no parquet")
     with pytest.raises(UserError, match=r"step-000002\.parquet: not readable"):
-        read_token_tables(folder.path)
+        read_recorded_tokens(folder.path)
+    nan, zeros = np.nan, np.zeros(3)
+    values = TokenValues(
+        np.array([2, 1]),
+        np.array([1.0, nan]),
+        ["a"],
+        zeros.astype(np.int32),
+        zeros,
+        np.array([3.0, nan, 4.0]),
+        *[zeros] * 5,
+    )
+    write_token_values(folder.path / "token_values" / "step-000003.parquet", values)
+    assert read_recorded_tokens(folder.path)["ratio"].tolist() == [3], (
+        "all that was trained, instead of tokens/"
+    )

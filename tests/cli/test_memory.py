@@ -41,7 +41,7 @@ def raise_cuda_error() -> None:
 
 def printed(config: RunConfig, ranks: int = 1) -> str:
     out = io.StringIO()
-    print_memory(Console(file=out, width=300), config, ranks=ranks)
+    print_memory(Console(file=out, width=300), config, memory_report(config, ranks))
     return out.getvalue()
 
 
@@ -104,7 +104,8 @@ def test_no_estimate_without_the_gpu_or_the_config(gpus, tmp_path):
     with pytest.raises(UserError, match="'cuda:7': not usable on this machine: Invalid device id"):
         memory_report(resolve([{"model": {"device": "cuda:7"}}]))
     (tmp_path / "config.json").write_text("{}")
-    assert "no estimate of memory" in printed(resolve([{"model": {"path": str(tmp_path)}}]))
+    with pytest.raises(UserError, match="its config cannot be read"):
+        memory_report(resolve([{"model": {"path": str(tmp_path), "device": "cpu"}}]))
 
 
 def lag_of_1(**sampling: Any) -> RunConfig:

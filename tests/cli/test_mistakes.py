@@ -184,7 +184,7 @@ MISTAKES: dict[str, list[str]] = {
     "eval --resume my-run --samples one.jsonl": ["--resume", "leave out --samples"],
     "eval --resume gone": ["nowhere.jsonl was changed or deleted"],
     "eval --samples one.jsonl --temperature 0 --limit 3 --sampler vllm": [
-        "--samples: nothing is sampled; leave out --temperature, --sampler, --limit"
+        "--samples: nothing is sampled; leave out --limit, --temperature, --sampler"
     ],
     "eval --samples nowhere.jsonl": ["nowhere.jsonl", "No such file"],
     "eval cmpare a b": ["cmpare", "compare"],
@@ -274,7 +274,18 @@ def test_grpo_and_ppo_mean_clip(alias):
 
 def test_flags_are_settings_also_with_value_0(folder, monkeypatch):
     (folder / "seed.yaml").write_text("seed: 3\n")
-    flags = ["-c", "seed.yaml", "--lr", "3e-6", "--max-tokens", "7", "--seed", "0", "--dry-run"]
+    flags = [
+        "-c",
+        "seed.yaml",
+        "--lr",
+        "3e-6",
+        "--max-tokens",
+        "7",
+        "--seed",
+        "0",
+        "--dry-run",
+        "--all-settings",
+    ]
     printed = succeed("train", *flags, cwd=folder).out
     for line in ("lr: 3.0e-06", "max_tokens: 7", "seed: 0"):
         assert f"{line}\n" in printed

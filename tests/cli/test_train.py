@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cli.eval_command import Done, bandpo, succeed, usage_error
 from tests.cli.train_runs import SMALL, record
@@ -58,14 +59,27 @@ def test_grader_of_all_answers(tmp_path):
     (tmp_path / "model" / "config.json").write_text("{}")
     arguments = ["train", "--task", "a.jsonl", "--model", "model", "--dry-run"]
     done = bandpo(*arguments, "--grader", "math-dapo", cwd=tmp_path)
-    assert "  grader: math-dapo\n" in done.out
+    assert [line.split()[1:] for line in done.out.splitlines() if line.startswith("task.grader")] == [
+        ["math-dapo", "math"]
+    ]
+    assert (done.code, "its config cannot be read" in done.err) == (2, True)
     assert "did you mean 'gsm8k'?" in usage_error(*arguments, "--grader", "gsm8k-strict", cwd=tmp_path)
 
 
-def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path):
-    printed = succeed("train", "--method", "clip", "--dry-run", cwd=tmp_path).out
-    assert "method: clip" in printed
-    assert "delta" not in printed
+def test_dry_run_prints_the_changed_settings_first_and_writes_nothing(tmp_path):
+    flags = ("--method", "clip", "--lr", "1e-5", "--set", "bounds.eps_high=0.3", "--dry-run")
+    printed = succeed("train", *flags, cwd=tmp_path).out
+    first = [line.split() for line in printed.partition("\nmodel ")[0].splitlines()[1:]]
+    assert first == [
+        ["bounds.method", "clip", "band"], ["bounds.eps_high", "0.3", "0.2"], ["optim.lr", "1e-05", "5e-05"],
+    ]  # fmt: skip
+    assert (
+        yaml.safe_load(succeed("train", *flags, "--all-settings", cwd=tmp_path).out.partition("\n\n")[0])[
+            "seed"
+        ]
+        == 0
+    )
+    usage_error("train", "--all-settings", cwd=tmp_path, parts=["it goes with --dry-run"])
     assert "never has an effect" not in printed, "the warning is for one update per batch"
     assert "1.1M parameters" in printed
     assert "GiB at the peak" in printed

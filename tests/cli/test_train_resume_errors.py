@@ -14,8 +14,9 @@ from tests.cli.train_runs import SMALL, file_contents, metrics_lines, truncate_m
 
 
 @pytest.fixture
-def placeholder_run(tmp_path: Path) -> Path:
-    """Return the folder of a finished run of 6 steps with placeholder tensors, made without training."""
+def placeholder_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a finished run of 6 steps with placeholder tensors, which a dry run does not load."""
+    monkeypatch.setattr("bandpo_cli.cli.preview.print_dry_run", lambda *_: None)
     run = RunFolder.create(tmp_path / "runs", "a")
     run.write_config(to_yaml(resolve([read_assignments(["steps=6", "seed=3", *SMALL[1:-3:2]])])))
     for step in range(7):

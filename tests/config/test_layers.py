@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from bandpo_cli.config.layers import (
     resolve,
     to_yaml,
 )
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import OptimConfig, RunConfig
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.experiments import evaluate, sweep, train
+from bandpo_cli.sweeps.sweep_plan import SweepConfig
 
 GSM8K = {"task": {"name": "gsm8k", "train": ["mine.jsonl"], "template": "boxed"}}
 BAND = {"bounds": {"method": "band", "delta": 0.2, "max_ratio": 5.0}}
@@ -241,6 +244,44 @@ def test_a_text_needs_no_quotes_whatever_it_contains(key: str) -> None:
 def test_malformed_and_contradictory_dotted_settings_are_refused(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_assignments([settings]) if isinstance(settings, str) else nest(settings)
+
+
+def test_settings_in_python_are_dictionaries_and_objects_alike() -> None:
+    expected = resolve([{"steps": 2, "bounds": {"method": "clip"}, "optim": {"lr": 1e-3}}])
+    given: list[Any] = [
+        {"steps": 2, "bounds.method": "clip", "optim": {"lr": 1e-3}},
+        {"optim": {"lr": 1}, "optim.lr": 1e-3, "steps": 2, "bounds": {"method": "clip"}},
+        [expected.model_copy(update={"steps": 3}), {"steps": 2}],
+        {"steps": 2, "bounds": expected.bounds, "optim.lr": 1e-3},
+    ]
+    assert [resolve(settings) for settings in given] == [expected] * len(given)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda: resolve({"step": 1}), "step: no such setting (did you mean 'steps'?)"),
+        (lambda: resolve({"sampling.num_generations": 8}), "(did you mean 'sampling.samples'?)"),
+        (lambda: RunConfig(step=2), "step: no such setting (did you mean 'steps'?)"),
+        (lambda: RunConfig(steps="two"), "steps = 'two': expected an integer"),
+        (lambda: RunConfig(optim={"lr": -1}), "optim.lr = -1: input should be greater than 0"),
+        (lambda: RunConfig(bounds={"method": "clop"}), "bounds.method = 'clop'"),
+        (lambda: OptimConfig(learning_rate=1), "(did you mean 'optim.lr'?)"),
+        (lambda: SweepConfig(seeds=[-1]), "seeds[0] = -1"),
+        (lambda: setattr(RunConfig(), "steps", 2), "steps = 2: settings are frozen"),
+        (lambda: resolve("gsm8k"), "'gsm8k': expected settings as a dictionary, with keys among seed"),
+        (lambda: train({"epochs": 1}), "epochs: no such setting"),
+        (lambda: train(None), "None: expected settings as a dictionary"),
+        (lambda: evaluate(settings=3), "3: expected settings as a dictionary"),
+        (lambda: sweep({"sedes": [1]}), "sedes: no such setting (did you mean 'seeds'?)"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_python_has_the_message_of_the_command_line(
+    mistake: Callable[[], Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        mistake()
+    assert message in str(caught.value)
 
 
 def test_registries_settings_and_the_environment_import_no_large_package() -> None:

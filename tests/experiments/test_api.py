@@ -10,10 +10,12 @@ from unittest import mock
 
 import pytest
 
+from bandpo_cli import results
 from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments import compare, evaluate, resume, sync, train
+from bandpo_cli.metric_names import without_clock
 from bandpo_cli.storage.run_folder import RunFolder
 
 SMALL = {
@@ -105,6 +107,28 @@ def test_a_requested_stop_before_the_first_step(tmp_path):
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["error"]) == ("KILLED", 0, "stopped by request")
     assert resume("r", tmp_path).status == "FINISHED"
+
+
+class Patience(CallbackBase):
+    on_every_rank = True
+
+    def step(self, report: Any) -> None:
+        if report.step >= 2:
+            report.stop("enough\nsteps")
+
+
+@pytest.mark.slow
+def test_a_callback_ends_a_run_which_is_finished_and_can_be_resumed(tmp_path):
+    """The reason is in the summary and in the list of runs; the steps are the first of the complete run."""
+    settings: dict[str, Any] = {**SMALL, "steps": 4, "checkpoint.every": 0}
+    full = train(settings, tmp_path, "full")
+    result = train(settings, tmp_path, "early", [Patience()])
+    assert (result.status, result.stopped_by, result.error) == ("FINISHED", "enough steps", None)
+    assert [*map(without_clock, result.records)] == [*map(without_clock, full.records[:3])]
+    assert json.loads((result.folder / "summary.json").read_text())["stopped_by"] == "enough steps"
+    assert results.runs(tmp_path).set_index("name").stopped_by["early"] == "enough steps"
+    resumed = resume("early", tmp_path, settings={"steps": 3}, callbacks=[Patience()])
+    assert (resumed.status, resumed.stopped_by, len(resumed.records)) == ("FINISHED", None, 4)
 
 
 def test_an_exception_in_a_callback_ends_the_run_as_failed(tmp_path):

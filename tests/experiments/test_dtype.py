@@ -18,7 +18,7 @@ from bandpo_cli.config.layers import read_layer, resolve, to_yaml, with_values
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import evaluate, resume, train
-from bandpo_cli.experiments.memory_check import GIB, memory_savings
+from bandpo_cli.experiments.memory_check import GIB, memory_report, memory_savings
 from bandpo_cli.exports.verl_settings import overrides_of
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models import load
@@ -78,7 +78,7 @@ def test_the_settings_names_the_dtype():
 
 def test_the_estimate_and_the_advice_follow_the_device():
     out = io.StringIO()
-    print_memory(Console(file=out, width=200), resolve([]))  # of a dry run, on this machine
+    print_memory(Console(file=out, width=200), resolve([]), memory_report(resolve([])))  # on this machine
     assert "master weights" not in out.getvalue()
     config = resolve([])
     on_gpu, on_cpu = (estimate_memory(config, Device("x", 80 * GIB, 80 * GIB, on)) for on in (True, False))

@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 
-from bandpo_cli.callbacks import StepReport
+from bandpo_cli.callbacks import CallbackBase, StepReport
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import fork, resume, train
 from bandpo_cli.experiments.monitor import StepMonitor, stop_reason
 from bandpo_cli.metric_names import AXES, without_clock
@@ -50,7 +50,7 @@ def test_consecutive_steps_beyond_a_limit_are_counted(limit, values, count):
         monitor = StepMonitor(config, records[:-1])
         warnings = monitor.add(StepReport(len(records), records[-1], None))
         reason = stop_reason(config, records)
-        assert (monitor.stop_reason is None) == (reason is None)
+        assert (monitor.is_over(), monitor.reason is None) == (reason is not None, reason is None)
         assert (reason is not None) == (count >= steps)
         assert len(warnings) == (count < steps and count in (steps / 2, (steps + 1) / 2))
         for line in filter(None, [reason, *warnings]):
@@ -146,13 +146,8 @@ def test_the_step_that_reaches_a_budget_is_the_last_with_evaluation_and_checkpoi
     assert lines(resumed.folder)[4:] == full[4:]
 
 
-def test_a_budget_needs_the_totals_of_all_steps():
-    """A record that an earlier version began has none, and the budget would never be reached."""
+def test_a_budget_is_compared_with_the_totals_unless_all_steps_are_done():
     config = resolve([{"stop": {"tokens": 5}}])
-    with pytest.raises(
-        ConfigError, match="the record has no compute/sampled_tokens, since an earlier version"
-    ):
-        stop_reason(config, [{"step": 1}])
     assert stop_reason(config, [{"step": 1, "compute/sampled_tokens": 4}]) is None
     assert stop_reason(config, [{"step": 1, "compute/sampled_tokens": 5}]) is not None
     assert stop_reason(config, [{"step": 100, "compute/sampled_tokens": 5}]) is None, "all steps are done"
@@ -165,14 +160,33 @@ def describe_warning(folder: Path) -> str:
     return f"stop.entropy_below = 10: {beyond}, most recently {entropy:.3g} nats"
 
 
-def on_ranks(ranks: Ranks, folder: Path) -> tuple[str, list[int]]:
-    """Train and return the status and the steps that this rank reports."""
+class StopsOnRankOne(CallbackBase):
+    """Ends a run after step 1, on rank 1."""
+
+    on_every_rank = True
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank = ranks.rank
+
+    def step(self, report: StepReport) -> None:
+        if (self.rank, report.step) == (1, 1):
+            report.stop("rank 1")
+
+
+def on_ranks(ranks: Ranks, folder: Path, settings: dict[str, Any]) -> tuple[str, str, list[int]]:
+    """Train and return the status, the reason and the steps that this rank reports."""
     connected = "bandpo_cli.experiments.run.connected_ranks"
     with mock.patch(connected, return_value=nullcontext(ranks)):
-        result = train(resolve([SMALL, STOP]), folder, "r")
-    return result.status, [line["step"] for line in result.records]
+        result = train([SMALL, settings], folder, "r", [] if settings else [StopsOnRankOne(ranks)])
+    return result.status, str(result.stopped_by)[:8], [line["step"] for line in result.records]
 
 
 @pytest.mark.slow
 def test_all_ranks_end_after_the_same_step(tmp_path):
-    assert run_ranks(2, tmp_path / "ranks", on_ranks, tmp_path) == [("FINISHED", [0, 1, 2, 3])] * 2
+    """By a criterion, which rank 0 knows, and by a callback on another rank."""
+    expected = ("FINISHED", "stop.ent", [0, 1, 2, 3])
+    assert run_ranks(2, tmp_path / "a", on_ranks, tmp_path / "a-runs", STOP) == [expected] * 2
+    assert (
+        run_ranks(2, tmp_path / "b", on_ranks, tmp_path / "b-runs", {})
+        == [("FINISHED", "rank 1", [0, 1])] * 2
+    )

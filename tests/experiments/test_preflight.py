@@ -7,6 +7,7 @@ import pytest
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.experiments import eval_plan
 from bandpo_cli.experiments.preflight import (
     ModelRef,
     check_model_path,
@@ -169,6 +170,18 @@ def test_only_a_chosen_grader_of_a_run_is_used_for_other_data(runs):
     ):
         config.write_text(f"task: {{name: gsm8k, grader: {grader}}}")
         assert run_layers(RunFolder(runs / "a"))[1:] == layers
+
+
+@pytest.mark.parametrize("task", [
+    {"environment": "mine:Game", "system": "Be brief.", "max_turns": 3},
+    {"tools": "mine:call", "rewards": [{"grader": "mine:reward"}, {"grader": "number", "weight": 0.5}]},
+])  # fmt: skip
+def test_an_evaluation_on_other_data_keeps_conversations_and_rewards(task):
+    own = resolve({"task": {"name": "gsm8k", **task}})
+    other = resolve([own.model_dump(), eval_plan._task_layer(["aime24"], own)]).task
+    kept = {*task, "template", "grader"}
+    assert other.model_dump(include=kept) == own.task.model_dump(include=kept)
+    assert [source.name for source in other.sources("heldout")] == ["aime24"]  # type: ignore[attr-defined]
 
 
 def warnings_of(method: str, updates: int = 1, **sections: Any) -> list[str]:

@@ -21,7 +21,7 @@ from bandpo_cli.reports.view_page import open_sources, page_data
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.storage.sweep_folder import SweepFolder
-from bandpo_cli.storage.tables import TOKEN_COLUMNS, TokenValues, read_token_tables, write_token_table
+from bandpo_cli.storage.tables import TOKEN_COLUMNS, TokenValues, read_recorded_tokens, write_token_table
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.tasks.rows import read_rows
 from bandpo_cli.tasks.task import build_task
@@ -179,7 +179,7 @@ def read_report(sweep: Path) -> None:
         ("clip-s0/metrics.jsonl", SHORT, [read_report]),
         ("clip-s0/token_values/step-000001.parquet", (), [read_page]),
         ("clip-s0/samples/step-000001.parquet", (), [read_page]),
-        ("clip-s0/tokens/step-000001.parquet", (), [lambda sweep: read_token_tables(sweep / "clip-s0")]),
+        ("clip-s0/tokens/step-000001.parquet", (), [lambda sweep: read_recorded_tokens(sweep / "clip-s0")]),
     ],
 )
 def test_files_of_an_untrusted_sweep(sweep, name, texts, calls):

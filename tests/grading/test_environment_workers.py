@@ -6,13 +6,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bandpo_cli.config.batch_and_sampling import GradingConfig
-from bandpo_cli.errors import RunError
+from bandpo_cli.errors import ConfigError, RunError
 from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, first_messages
 from bandpo_cli.types import Message, Problem
 
@@ -40,7 +42,7 @@ class Steps:
 class Returns:
     """Returns what the message says, or has the reward that it says."""
     reward = 0.0
-    def reset(self, problem): return {"role": "user", "content": problem["question"]}
+    def reset(self, problem): return {"role": problem.get("role", "user"), "content": problem["question"]}
     def step(self, message):
         if message["content"].startswith("reward"):
             self.reward = eval(message["content"][7:])
@@ -183,6 +185,14 @@ def test_what_a_step_returns_is_checked() -> None:
         assert "ValueError: an environment must return messages, or None" in replies[3]["reward"]
         assert all("worker process" not in reply["reward"] for reply in replies[3:])
         assert len({worker.pid for worker in pool._workers}) == 1
-    problem = Problem("p", (Message("user", "q?"),), "1", "data", "number")
-    (prompted,) = first_messages("worker_turns:Returns", GradingConfig(), [problem], None)
-    assert prompted.prompt == (Message("user", "q?"),)
+
+
+def test_the_system_message_of_a_problem_stays_before_the_first_messages() -> None:
+    user, system = Message("user", "q?"), Message("system", "Be brief.")
+    plain, framed = (Problem("p", prompt, "1", "data", "math") for prompt in ((user,), (system, user)))
+    pool = partial(first_messages, "worker_turns:Returns", GradingConfig(workers=1))
+    assert [problem.prompt for problem in pool([plain, framed], "number")] == [(user,), (system, user)]
+    with pytest.raises(
+        ConfigError, match=r"reset returned a system message for problem p, which has one \(task\.sys"
+    ):
+        pool([replace(framed, extra={"role": "system"})], "number")

@@ -9,7 +9,7 @@ from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.grading.answers import voted_answer
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.registries import GRADERS, load_attribute
-from bandpo_cli.types import Problem
+from bandpo_cli.types import NOT_APPLICABLE, Problem
 
 
 def verdict(grader: str, text: str, reference: str = "18") -> str:
@@ -108,13 +108,15 @@ def test_gsm8k_reads_the_last_hashes_or_the_last_number() -> None:
 
 
 def test_a_reference_that_no_answer_can_equal_is_a_grader_error() -> None:
-    references = ("\\frac{1}{2}", "eighteen", "...", "$18", "")
+    references = ("\\frac{1}{2}", "eighteen", "...", "$18")
     for grader in ("gsm8k", "gsm8k-flexible"):
         with GraderPool(GradingConfig()) as pool:
             problems = [Problem("p", "?", reference, "s", grader) for reference in references]
             grades = pool.grade(problems, [f"#### {reference}" for reference in references])
             assert {grade.verdict for grade in grades} == {"grader-error"}
             assert "use the grader 'math'" in pool.errors[grader]
+            without = pool.grade([Problem("p", "?", "", "s", grader)], ["#### 18"])
+            assert without == [NOT_APPLICABLE]
     assert verdict("math-dapo", "Answer: 18", "1" * 1000) == "wrong"
     with pytest.raises(ValueError, match="more than 1,000 characters"):
         verdict("math-dapo", "Answer: 18", "1" * 1001)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading import tools
-from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, first_messages, tool_schemas
+from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, as_problem, first_messages, tool_schemas
 from bandpo_cli.sampling.conversations import Conversations
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.sampling.rollouts import decode_completions, stream_completions, with_turns
@@ -148,10 +149,9 @@ def call(**arguments: Any) -> str:
 
 
 def problems(count: int = 1) -> list[Problem]:
-    return [
-        Problem(f"p{place}", (Message("user", f"What is {place} + 1?"),), "1", "data", "number")
-        for place in range(count)
-    ]
+    asked = [Message("user", f"What is {place} + 1?") for place in range(count)]
+    plain = [Problem(f"p{place}", (turn,), "1", "data", "number") for place, turn in enumerate(asked)]
+    return [replace(problem, extra=as_problem(problem)) for problem in plain]
 
 
 class Talk:

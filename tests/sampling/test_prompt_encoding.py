@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from bandpo_cli.cli.preview import print_dry_run
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.experiments.trials import first_prompt
+from bandpo_cli.experiments.plan import plan_training
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder, drop_long_prompts
+from bandpo_cli.sampling.rollouts import prompts_without_weights
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.build import build_components
 from bandpo_cli.types import Message, Problem
@@ -237,10 +238,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("good", "long", "the model reads at most"),
     ],
 )
-def test_a_dry_run_refuses_what_training_refuses(
+def test_prompts_are_checked_without_the_weights_as_with_them(
     folder: Path, data: str, template: str, message: str | None
 ) -> None:
-    """The dry run knows the number of embeddings from config.json, training from the weights."""
+    """Without the weights the number of embeddings is that of config.json."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -254,7 +255,7 @@ def test_a_dry_run_refuses_what_training_refuses(
         {"sampling": {"engine": "transformers", **limit}},
     ])  # fmt: skip
     task = build_task(config.task)
-    for check in (lambda: first_prompt(config, task), lambda: build_components(config, task)):
+    for check in (lambda: prompts_without_weights(config, task), lambda: build_components(config, task)):
         if message is None:
             check()
             continue
@@ -262,7 +263,7 @@ def test_a_dry_run_refuses_what_training_refuses(
             check()
     if message is None:
         output = io.StringIO()  # no terminal, so that no style is visible
-        print_dry_run(Console(file=output, width=200), config, task)
+        print_dry_run(Console(file=output, width=200), plan_training(config, folder / "runs"))
         ends = [tokenizer.convert_tokens_to_ids(name) for name in ("<|im_start|>", "<|im_end|>")]
         start, end = (
             f"{name} ({token})" for name, token in zip(("<|im_start|>", "<|im_end|>"), ends, strict=True)

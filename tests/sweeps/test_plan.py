@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
@@ -136,7 +135,7 @@ def test_a_mistake_is_one_error_line(settings, words):
     ],
 )
 def test_invalid_axes_and_seeds_are_refused(settings, words):
-    with pytest.raises(ValidationError, match=words):
+    with pytest.raises(ConfigError, match=words):
         SweepConfig(**settings)
 
 

@@ -1,9 +1,11 @@
 """Questions as chat messages: what reaches the chat template, and which lists are refused."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -65,7 +67,10 @@ def test_all_turns_reach_the_chat_template_unchanged(tmp_path: Path) -> None:
         "<|im_start|>user\n What is 3*4?\n<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    assert "chat: has chat messages; task.template and task.system do not apply" in notes
+    assert (
+        "chat: has chat messages; task.template does not apply, task.system where they have no system message"
+        in notes
+    )
 
 
 def test_models_without_a_template_or_with_one_that_refuses_the_turns(tmp_path: Path) -> None:
@@ -105,6 +110,28 @@ def test_completions_of_chat_messages_can_be_scored(tmp_path: Path) -> None:
     (stored,) = read_completions(jsonl(tmp_path / "done.jsonl", row))["done"]
     assert (stored.problem.prompt, stored.problem.answer) == (QUESTION["content"], "12")
     assert len(stored.completions_G) == 2
+    path = jsonl(tmp_path / "short.jsonl", {"prompt": [QUESTION], "completion": "12", "style": "terse"})
+    (stored,) = read_completions(path, "mine:reward")["short"]
+    assert (stored.problem.answer, stored.problem.extra["style"]) == ("", "terse")
+    with pytest.raises(ConfigError, match="no field found for the answer"):
+        read_completions(path)
+
+
+def test_messages_in_a_csv_file_are_json_text(tmp_path: Path) -> None:
+    """pandas writes a list as Python would, which is refused: no text of a list is ever a prompt."""
+    path = tmp_path / "chat.csv"
+    frame = pandas.DataFrame({"messages": [json.dumps(FEW_SHOT), json.dumps([QUESTION])], "answer": [12, 13]})
+    frame.to_csv(path)
+    problems, _ = read(path)
+    assert [turn.content for turn in problems["12"].prompt] == [turn["content"] for turn in FEW_SHOT]
+    frame["messages"] = [json.dumps([*FEW_SHOT, SOLUTION]), json.dumps([QUESTION, SOLUTION])]
+    frame.drop(columns="answer").to_csv(path)
+    assert set(read(path)[0]) == {"12"}
+    for broken in (str([QUESTION]), json.dumps([QUESTION])[:-1]):
+        pandas.DataFrame({"prompt": ["1+1?", broken], "answer": [2, 12]}).to_csv(path)
+        expected = f"{path}, row 2: the chat messages of 'prompt': no JSON text; write them with json.dumps"
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            read(path)
 
 
 def user(content: Any) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ def test_all_fields_of_a_problem(tmp_path: Path) -> None:
     (problem,) = task.train_problems()
     prompt = (Message("system", "Be brief."), Message("user", "Q: What is 1+1?"))
     assert problem == Problem(problem.id, prompt, "2", source="sums", grader="number")
-    assert problem.id.startswith("sums/")
+    assert (problem.label, problem.id[:5]) == ("What is 1+1?", "sums/")
     assert task.heldout_sets()["test"][0].grader == "math"
     custom = data_task(train, heldout, grader="my.module:judge")
     graders = [problem.grader for problem in (*custom.train_problems(), *custom.heldout_sets()["test"])]
@@ -143,17 +143,19 @@ def test_verl_parquet_file(tmp_path: Path) -> None:
     path = tmp_path / "dapo-math-17k.parquet"
     pq.write_table(pa.Table.from_pylist(content), path)
     test = jsonl(tmp_path / "test.jsonl", rows(3, 4))
-    task = data_task({"name": "dapo-math-17k", "path": str(path)}, test, system="unused")
+    task = data_task({"name": "dapo-math-17k", "path": str(path)}, test, system="Be brief.")
     problems = task.train_problems()
     assert answers(problems) == {2 * n for n in range(20) if n != 3}, "no repeats, no evaluation problem"
     problem = min(problems, key=lambda problem: int(problem.answer))
-    assert problem.prompt == (Message("user", content[0]["prompt"][0]["content"]),)
+    user = Message("user", content[0]["prompt"][0]["content"])
+    assert problem.prompt == (Message("system", "Be brief."), user)
+    assert problem.label == "What is 0+0?"
     assert problem.extra == {"data_source": "math_dapo", "extra_info": {"index": "0-0"}}
     assert (problem.source, problem.grader) == ("dapo-math-17k", "math")
     assert task.notes() == [
         "test: 1 evaluation problem",
         "dapo-math-17k: 20 training problems; dropped: 180 repeated",
-        "dapo-math-17k: has chat messages; task.template and task.system do not apply",
+        "dapo-math-17k: has chat messages; task.template does not apply, task.system where they have no system message",
         "train: 1 problem dropped, also in an evaluation set",
     ]
 
@@ -182,6 +184,19 @@ INVALID: list[tuple[dict[str, Any], list[str]]] = [
         ["task.revisions", "did you mean 'openai/gsm8k'"],
     ),
 ]
+
+
+def test_an_environment_has_the_user_message_and_the_reward_unless_a_grader_is_named() -> None:
+    base = {"name": "gsm8k", "environment": "mine:Game"}
+    task = DataTask.model_validate({**base, "system": "Be brief."})
+    assert (task.template, task.grader, task.system) == ("plain", "environment", "Be brief.")
+    assert DataTask.model_validate(task.model_dump()) == task
+    assert DataTask.model_validate({**base, "grader": "number"}).grader == "number"
+    assert DataTask.model_validate({**base, "rewards": ["mine:f"]}).answer_grader == "mine:f"
+    with pytest.raises(ValueError, match="the environment writes the user message; leave it out"):
+        DataTask.model_validate({**base, "template": "boxed"})
+    with pytest.raises(ValueError, match=r"is the reward of task\.environment; name the class there"):
+        DataTask.model_validate({"name": "gsm8k", "grader": "environment"})
 
 
 def test_invalid_settings_are_reported_before_a_file_is_read() -> None:
@@ -218,10 +233,49 @@ def test_custom_graders_and_rewards_get_all_columns_of_a_row(tmp_path: Path) -> 
     for settings in ({"grader": "trl:mine:reward"}, {"rewards": ["math", "mine:reward"]}):
         problem = data_task(path, **settings).train_problems()[0]
         n = int(problem.answer) // 2
-        expected = {"question": f"What is {n}+{n}?", "answer": str(2 * n), "solution": f"${2 * n}$"}
+        expected = {
+            "question": f"What is {n}+{n}?",
+            "answer": str(2 * n),
+            "solution": f"${2 * n}$",
+            "hint": None,
+        }
         assert problem.extra == expected
     assert data_task(path).train_problems()[0].extra == {}
     assert data_task(path, rewards=["number", "mine:reward"]).train_problems()[0].grader == "number"
+
+
+PROMPTS = [{"prompt": f"Write {n} lines.", "style": style} for n in range(6) for style in ("terse", None)]
+NO_ANSWERS: list[dict[str, Any]] = [
+    {"grader": "mine:reward"},
+    {"environment": "mine:Game"},
+    {"rewards": [{"grader": "trl:mine:reward"}, {"grader": "number", "weight": 0}]},
+    {"rewards": [{"weight": 0}, "random", "format"]},
+]
+
+
+def test_prompts_without_answers_are_trained_on_if_no_reward_compares_with_one(tmp_path: Path) -> None:
+    """Rows with the same prompt and other columns are different problems, also as chat messages."""
+    chats = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in PROMPTS]
+    for path in (jsonl(tmp_path / "p.jsonl", PROMPTS), jsonl(tmp_path / "c.jsonl", chats)):
+        for settings in NO_ANSWERS:
+            task = data_task(path, heldout_fraction=0.2, **settings)
+            problems = [*task.train_problems(), *task.heldout_sets()[Path(path).stem]]
+            assert len(problems) == len(PROMPTS)
+            assert {problem.answer for problem in problems} == {""}
+            assert {problem.prompt[0].content for problem in problems} == {row["prompt"] for row in PROMPTS}
+            if settings != NO_ANSWERS[-1]:
+                assert {problem.extra["style"] for problem in problems} == {"terse", None}
+        for part in ("train", "heldout"):
+            advice = f"--set task.{part}.0.fields.answer=FIELD, or a reward that needs no answer: --grader"
+            assert advice in error_of(Source(path=path), part)
+    own = data_task(
+        path := jsonl(tmp_path / "p.jsonl", PROMPTS), grader="mine:reward", template="Please: {question}"
+    )
+    assert own.train_problems()[0].prompt[0].content.startswith("Please: Write")
+    # A field with answers decides on the rows without one, as for any other grader.
+    path = jsonl(tmp_path / "m.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b"}])
+    _, notes = load_questions(Source(path=path, grader="mine:reward"), "train")
+    assert notes == ["m: 1 problem; dropped: 1 without an answer"]
 
 
 def error_of(source: Source, part: Any = "train") -> str:

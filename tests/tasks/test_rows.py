@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from bandpo_cli.config.task import Fields
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.tasks.question_answers import read_question
 from bandpo_cli.tasks.rows import (
     ANSWER_NAMES,
     as_answer,
     as_level,
     find_fields,
     read_file,
-    read_question,
     to_json_value,
     value_at,
 )

@@ -168,19 +168,19 @@ def test_the_group_of_a_run_is_its_sweep_and_passwords_are_redacted(folder, monk
 
 
 @pytest.mark.parametrize(
-    ("trackers", "mlflow", "with_mlflow", "others"),
+    ("trackers", "mlflow", "names"),
     [
-        (["mlflow"], None, True, ()),
-        (["wandb"], None, False, ("wandb",)),
-        (["wandb", "mlflow", "trackio", "wandb"], None, True, ("wandb", "trackio")),
-        (["mlflow", "wandb"], False, False, ("wandb",)),
-        (["wandb"], True, True, ("wandb",)),
-        ([], None, False, ()),
+        (["mlflow"], None, ("mlflow",)),
+        (["wandb"], None, ("wandb",)),
+        (["wandb", "mlflow", "trackio", "wandb"], None, ("wandb", "mlflow", "trackio")),
+        (["mlflow", "wandb"], False, ("wandb",)),
+        (["wandb"], True, ("mlflow", "wandb")),
+        ([], None, ()),
     ],
 )
-def test_mlflow_true_adds_mlflow_and_false_removes_it(trackers, mlflow, with_mlflow, others):
+def test_mlflow_true_adds_mlflow_and_false_removes_it(trackers, mlflow, names):
     config = TrackingConfig(trackers=trackers, mlflow=mlflow)
-    assert (config.with_mlflow, config.other_trackers) == (with_mlflow, others)
+    assert (config.with_mlflow, config.names) == ("mlflow" in names, names)
 
 
 def test_the_flag_is_repeatable_and_takes_several_names():

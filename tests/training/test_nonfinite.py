@@ -199,7 +199,7 @@ def test_consecutive_skips_and_stored_batches_are_limited(tmp_path: Path) -> Non
 
     def updates(step: int, *experiences: Experience) -> int:
         handler = partial(handle_bad_update, config, optimizer, step, tmp_path)
-        return update_policy(policy, optimizer, experiences, config, handler).skipped
+        return len(update_policy(policy, optimizer, experiences, config, handler).skipped)
 
     assert updates(1, *[bad] * limit, good, *[bad] * limit) == 2 * limit, "a good update resets the count"
     assert len(os.listdir(tmp_path / "bad_batches")) == MAX_BAD_BATCHES

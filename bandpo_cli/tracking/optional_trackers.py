@@ -1,4 +1,6 @@
-"""Weights & Biases and trackio as trackers. Behaviour of wandb 0.31, from its source and from tests:
+"""Trackers of optional packages: Weights & Biases, trackio, TensorBoard.
+
+Behaviour of wandb 0.31, from its source and from tests:
 
 - wandb-core, a process of its own, buffers what is logged, writes it to `<run folder>/wandb` and uploads it. SIGKILL of
   the training loses up to 32 KiB. A resumed online run continues after the last step that the server has; a step that
@@ -28,8 +30,8 @@ from typing import Any
 
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.paths import relative_to_cwd
-from bandpo_cli.storage.files import file_digest
-from bandpo_cli.tracking.trackers import Point, TrackedRun, Tracker, TrackerUnavailableError
+from bandpo_cli.storage.files import file_digest, iterate_metrics
+from bandpo_cli.tracking.trackers import FIRST_SECTION, Point, TrackedRun, Tracker, TrackerUnavailableError
 
 INIT_TIMEOUT_S, FINISH_TIMEOUT_S = 10.0, 30.0
 """Seconds for the answer of the server to a new run, and for the upload at its end; the rest is sent later."""
@@ -176,3 +178,51 @@ class TrackioTracker(Tracker):
         """End the thread of trackio's run, which prints on standard output."""
         with contextlib.redirect_stdout(io.StringIO()):
             self._run.finish()
+
+
+class TensorBoardTracker(Tracker):
+    """Event files in `tensorboard/` of the run folder: metrics, and settings as text and as hyperparameters."""
+
+    title = "TensorBoard"
+
+    def __init__(self, run: TrackedRun) -> None:
+        """Begin a file that replaces the points of earlier files after the last step that the folder still has."""
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        super().__init__(run)
+        if run.kind == "train":  # a resume has removed steps, and repeats them
+            steps = [record["step"] for record in iterate_metrics(run.folder / "metrics.jsonl")]
+            self.last_step = min(self.last_step, max(steps, default=-1))
+        folder = run.folder / "tensorboard"
+        self._writer: Any = SummaryWriter(str(folder), purge_step=self.last_step + 1)
+        self.where = f"tensorboard --logdir {shlex.quote(str(relative_to_cwd(folder)))}"
+        settings = flatten(run.config)
+        known = {key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in settings.items()}
+        for summary in hparams(known, {f"{FIRST_SECTION}/accuracy": 0.0}):
+            self._writer.file_writer.add_summary(summary)
+        self._add_text("settings", "".join(f"    {key}: {value}\n" for key, value in settings.items()))
+
+    def _add_text(self, name: str, text: str) -> None:
+        self._writer.add_text(name, text, self.last_step + 1)
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Write the metrics of steps, with the times of their ends."""
+        for point in points:
+            for name, value in point.metrics.items():
+                self._writer.add_scalar(name, value, point.step, walltime=point.time_ms / 1000)
+            self.last_step = point.step
+        self._writer.flush()
+
+    def finish(self, status: str, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
+        """Write the summary and the report of a sweep as texts."""
+        content = flatten({"status": status, **summary})
+        self._add_text("summary", "".join(f"    {key}: {value}\n" for key, value in content.items()))
+        for file in files:
+            if file.name == "report.md":
+                self._add_text("report", file.read_text(encoding="utf-8"))
+        self.close()
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        self._writer.close()
