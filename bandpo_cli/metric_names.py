@@ -15,6 +15,13 @@ metrics are: comparisons of runs leave these out."""
 PROFILER_PREFIX = "bandpo/"
 """Prefix of the labels that a profiler trace has for the phases of a step."""
 
+PHASES = {
+    "sample": "sampling", "grade": "grading", "logprobs": "old log-probs", "update": "updates",
+    "update/forward": "forward", "update/backward": "backward", "update/optimizer": "optimizer", "sync": "weight sync",
+    "record": "metrics and completions", "eval": "evaluation", "checkpoint": "checkpoint",
+}  # fmt: skip
+"""Text of the phases of a step, by their names under `time/`, and of their parts in a profile."""
+
 SCORE = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+|n)")
 """The name of mean@n or pass@k of an evaluation set: the set, the kind, and n or k."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -22,11 +23,20 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
-from bandpo_cli.cli.console import LOADING, PLAIN_LINES, ExperimentView, make_table, print_line, print_rows
+from bandpo_cli.cli.console import (
+    LOADING,
+    PLAIN_LINES,
+    ExperimentView,
+    make_table,
+    print_line,
+    print_rows,
+    print_warnings,
+)
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.config.run import RunConfig, TrackingConfig, dtype_on
 from bandpo_cli.errors import excerpt, plural
-from bandpo_cli.metric_names import SCORE, has_nonbinary_rewards
+from bandpo_cli.experiments.monitor import destroyed_policy
+from bandpo_cli.metric_names import PHASES, SCORE, has_nonbinary_rewards
 from bandpo_cli.processes.ranks import launched_ranks
 from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.storage.checkpoints import model_checkpoints
@@ -38,7 +48,7 @@ from bandpo_cli.types import Rollout
 if TYPE_CHECKING:
     from bandpo_cli.experiments.monitor import ProfileCallback
 
-PHASES = {
+BAR_PHASES = {
     "sample": "sampling",
     "grade": "grading",
     "logprobs": "old log-probs",
@@ -156,7 +166,7 @@ class TrainView(ExperimentView):
         if name == "close":
             self.stop_progress()
         if self.in_progress:
-            self._bar.update(self._task, phase=PHASES.get(name, ""))
+            self._bar.update(self._task, phase=BAR_PHASES.get(name, ""))
             if name == "eval" and not self._last and not self.console.is_terminal:
                 print_line(self.console, "evaluating the policy before the first step …")
         else:
@@ -203,7 +213,7 @@ class TrainView(ExperimentView):
         parts = [
             f"step {step}/{self._steps}",
             f"reward {record['train/reward']:.3f}" if self._shows_reward and "train/reward" in record else "",
-            f"training accuracy {record['train/accuracy']:.3f}  entropy {record['train/entropy']:.3f} nats  "
+            f"training {accuracy_text(record)}  entropy {record['train/entropy']:.3f} nats  "
             f"clipped {clipped:.2%}  {record['time/step']:.2f} s/step"
             if step
             else "",
@@ -242,6 +252,8 @@ class TrainView(ExperimentView):
     def _add_metrics(self, record: Mapping[str, Any]) -> None:
         """Add the metrics of a step. In metrics.jsonl, a value that is not finite is None."""
         known = {key: value for key, value in record.items() if value is not None}
+        if is_not_graded(known):
+            known.pop("train/accuracy", None)
         for key, values in self._history.items():
             if math.isfinite(value := known.get(key, math.nan)):
                 values.append(value)
@@ -250,6 +262,16 @@ class TrainView(ExperimentView):
         self._shows_reward = self._shows_reward or has_nonbinary_rewards(known)
         self._skipped += int(known.get("optim/skipped_updates", 0))
         self._last = known
+
+
+def is_not_graded(record: Mapping[str, Any]) -> bool:
+    """Return whether no answer of a step was graded, such as in an outage of a judge, so that it has no accuracy."""
+    return record.get("train/ungraded_fraction") == 1
+
+
+def accuracy_text(record: Mapping[str, Any]) -> str:
+    """Return the accuracy of a step, or that its answers were not graded."""
+    return "answers not graded" if is_not_graded(record) else f"accuracy {record['train/accuracy']:.3f}"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -300,29 +322,46 @@ def sample_text(rollout: Rollout) -> Text:
 def print_summary(console: Console, config: RunConfig, result: RunResult) -> None:
     """Print the metrics of a finished run, its folder, and how to open it in MLflow."""
     steps = [record for record in result.records if "train/accuracy" in record]
-    seconds = sum(record["time/step"] for record in result.records)
+    times = Counter[str]()
+    for record in result.records:
+        times.update({key: value for key, value in record.items() if key.startswith("time/")})
+    graded = [record for record in steps if not is_not_graded(record)]
     held_out = [(record["step"], text) for record in result.records if (text := eval_metrics_text(record))]
     lines = [f"step {step:>4}  {text}" for step, text in [*held_out[:1], *held_out[-1:]]]
-    rows = [("done", f"{len(steps)} steps in {seconds:.0f} s"), ("held-out", "\n".join(lines))]
+    rows = [("done", f"{len(steps)} steps in {times['time/step']:.0f} s"), ("held-out", "\n".join(lines))]
     for heading, key, form in (
         ("reward", "train/reward", "{:.3f} → {:.3f}"),
         ("training", "train/accuracy", "accuracy {:.3f} → {:.3f}"),
         ("entropy", "train/entropy", "{:.3f} → {:.3f} nats per token"),
     ):
-        values = [value for record in steps if (value := record.get(key)) is not None]
+        known = steps if key == "train/entropy" else graded
+        values = [value for record in known if (value := record.get(key)) is not None]
         if values and (heading != "reward" or any(map(has_nonbinary_rewards, result.records))):
             rows.append((heading, form.format(values[0], values[-1])))
+    if ungraded := len(steps) - len(graded):
+        rows.append(
+            ("not graded", f"the answers of {ungraded} of {len(steps)} steps, which have no accuracy")
+        )
+    rows.append(("a step", phases_text(times, sum("time/update" in record for record in result.records))))
     rows += [("run folder", str(result.folder)), ("plots", str(result.folder / "plots"))]
     rows += tracker_rows(config.tracking, result.folder)
     print_rows(console, rows, 10)
+    print_warnings(console, filter(None, [destroyed_policy(config, result.records)]))
 
 
-_PROFILE_LABELS = {
-    "sample": "sampling", "grade": "grading", "logprobs": "old log-probs", "update": "updates",
-    "update/forward": "forward", "update/backward": "backward", "update/optimizer": "optimizer", "sync": "weight sync",
-    "record": "metrics and completions", "eval": "evaluation", "checkpoint": "checkpoint",
-}  # fmt: skip
-"""Text of the phases and their parts in a profile, other parts have no row."""
+def phases_text(times: Mapping[str, float], steps: int) -> str:
+    """Return share and seconds per trained step of the phases, the longest first, in lines of three; "" without steps.
+
+    `times` are the sums of the metrics `time/…` of all steps. Phases below 0.5% are a part of `other`.
+    """
+    if not steps or not (seconds := times.get("time/step", 0.0)):
+        return ""
+    known = {label: times.get(f"time/{key}", 0.0) for key, label in PHASES.items()}
+    shown = sorted((item for item in known.items() if item[1] >= 0.005 * seconds), key=lambda item: -item[1])
+    if (other := seconds - sum(value for _, value in shown)) >= 0.005 * seconds:
+        shown.append(("other", other))
+    parts = [f"{label} {value / seconds:.0%} ({value / steps:.2g} s)" for label, value in shown]
+    return "\n".join(" · ".join(parts[start : start + 3]) for start in range(0, len(parts), 3))
 
 
 def print_profile(console: Console, profile: ProfileCallback) -> None:
@@ -335,7 +374,7 @@ def print_profile(console: Console, profile: ProfileCallback) -> None:
     def add(label: str, seconds: float, *more: str) -> None:
         table.add_row(label, f"{seconds / count:.3f}", f"{seconds / profile.seconds:.1%}", *more)
 
-    for key, label in _PROFILE_LABELS.items():
+    for key, label in PHASES.items():
         if (phase := profile.phases.get(key)) is not None:
             on_device = [f"{phase.gpu_seconds / count:.3f}"] if on_gpu else []
             add("  " * key.count("/") + label, phase.seconds, *on_device, f"{phase.calls / count:g}")

@@ -148,7 +148,16 @@ class ObjectiveConfig(Section):
     dual_clip: Annotated[float, Field(gt=1)] | None = 10.0
     """For a negative advantage a, a token's loss never exceeds −dual_clip·a; null disables this."""
     reference_kl: NotNegative = 0.0
-    """Coefficient of the k3 estimate of KL(π‖π_reference); 0 loads no reference model."""
+    """Coefficient of the estimate of KL(π‖π_reference); 0 loads no reference model."""
+    reference_kl_estimator: Literal["k3", "unbiased"] = "k3"
+    """The estimate: k3 = u − 1 − log u with u = π_reference/π, or r·k3 (`unbiased`), whose gradient is unbiased where π
+    has moved away from the π_old that sampled the tokens (DeepSeek-V3.2)."""
+    drift_penalty: NotNegative = 0.0
+    """Coefficient of log²r, r = π/π_old, which is added to the loss of each token with any method (prime-rl: 1e-3)."""
+    off_policy_mask: Positive | None = None
+    """Threshold δ in nats per token: completions with a negative advantage have no policy loss where the mean of
+    log μ − log π over their tokens exceeds δ, μ being the sampler's policy (DeepSeek-V3.2; TRL advises 0.5). null: no
+    mask."""
     entropy_bonus: NotNegative = 0.0
     """Coefficient of the entropy of the policy's distribution at each token, at the sampling temperature, by which the
     loss is reduced; 0 for no bonus."""
@@ -177,6 +186,11 @@ class ObjectiveConfig(Section):
         require(
             self.advantage_std or self.advantages == "group",
             f"advantage_std = False applies to advantages = 'group' only, not to '{self.advantages}'; leave it out",
+        )
+        require(
+            self.reference_kl > 0 or self.reference_kl_estimator == "k3",
+            f"reference_kl_estimator = {self.reference_kl_estimator!r} has no effect with reference_kl = 0; set "
+            "reference_kl, such as 0.001, or leave it out",
         )
         floor, cap, chosen = self.importance_floor, self.importance_cap, f"importance = {self.importance!r}"
         if "mask" not in self.importance:
