@@ -25,12 +25,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from bandpo_cli.config.layers import flatten, read_layer, resolve
+from bandpo_cli.config.layers import CHOSEN_AT_START, flatten, read_layer, resolve
 from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.errors import UserError
 from bandpo_cli.methods import method_name
-from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, has_nonbinary_rewards, heldout_mean
+from bandpo_cli.metric_names import (
+    HELDOUT_ACCURACY,
+    HELDOUT_REWARD,
+    TOTAL_SECONDS,
+    has_nonbinary_rewards,
+    heldout_mean,
+)
 from bandpo_cli.paths import path_exists, read_json_object
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.files import file_checksum, is_locked, iterate_metrics, step_name, step_of
@@ -220,8 +226,8 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
     It has the fields of `RunOverview`, its `state`, and `config`; `task_settings`, the settings of the task by dotted
     name, without those that are null or empty; `changed`, `value` and `default` of the settings that differ from the
     default of the run's task, model and method; `metrics`, `first` and `last` value of each metric after its step;
-    `checkpoints`, the steps that training can resume from; `sampled_steps`; `plots`; and `seconds`, the time of all
-    steps.
+    `checkpoints`, the steps that training can resume from; `sampled_steps`; `plots`; `seconds`, the time of all steps;
+    `times`, the sums of the metrics `time/…` but for `time/total`; and `trained_steps`, how many steps trained.
 
     Raises UserError if there is no such run, or its folder is damaged.
     """
@@ -234,6 +240,11 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
     changed = changed_settings(config, on_gpu=isinstance(hardware, Mapping) and bool(hardware.get("gpus")))
     table = read_metrics_table(folder.metrics_path)
     points = {str(name): [*column.dropna().items()] for name, column in table.items()}
+    times = {
+        key: sum(seconds for _, seconds in values)
+        for key, values in points.items()
+        if key.startswith("time/") and key != TOTAL_SECONDS
+    }
     return {
         **asdict(overview),
         "state": overview.state,
@@ -246,7 +257,9 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
         "checkpoints": sorted(complete_checkpoints(folder).complete),
         "sampled_steps": sampled_steps(folder),
         "plots": sorted((path / "plots").glob("*.*")),
-        "seconds": sum(seconds for _, seconds in points.get("time/step", [])),
+        "seconds": times.get("time/step", 0),
+        "times": times,
+        "trained_steps": len(points.get("time/update", ())),
     }
 
 
@@ -294,7 +307,9 @@ def changed_settings(
     return {key: pair for key, pair in chosen.items() if pair[0] != pair[1]} | {
         key: (value, defaults.get(key))
         for key, value in flatten(values).items()
-        if key != "model.path" and defaults.get(key) != value
+        if key != "model.path"
+        and defaults.get(key) != value
+        and not (key in CHOSEN_AT_START and defaults.get(key) == "auto")
     }
 
 

@@ -174,7 +174,7 @@ def show(
 
 
 def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path, every_metric: bool) -> None:
-    from bandpo_cli.cli.train_view import describe_model
+    from bandpo_cli.cli.train_view import describe_model, phases_text
     from bandpo_cli.config.layers import resolve
     from bandpo_cli.storage.run_folder import shell_command
     from bandpo_cli.tracking.sender import tracker_rows
@@ -195,6 +195,7 @@ def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path,
         ("run", str(run["path"])),
         ("status", f"{progress}: {reason.splitlines()[0]}" if reason else progress),
         *([("fork of", run["parent"])] if run["parent"] else []),
+        ("a step", phases_text(run["times"], run["trained_steps"])),
         ("model", describe_model(config)),
         ("task", "\n".join([run["task"], *lines(run["task_settings"])])),
         ("bounds", config.bounds.describe()),
@@ -363,7 +364,7 @@ def plot(
     x: opt.AxisName = "step",
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
-    """Plot accuracy, entropy, clipped tokens and the clip map of a run, which may be in progress.
+    """Plot accuracy, entropy, clip fraction and the clip map of a run, which may be in progress.
 
     [bold]bandpo plot first[/bold]  again, with the steps that it has now
     [bold]bandpo plot first --format pdf --out figures[/bold]  for a paper

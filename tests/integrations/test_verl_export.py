@@ -16,8 +16,7 @@ import torch
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments import export_verl, import_verl
-from bandpo_cli.exports.verl_files import hydra_value, problem_from_json, problem_to_json
-from bandpo_cli.exports.verl_reward import RewardFunction
+from bandpo_cli.exports.verl_files import RewardFunction, hydra_value, problem_from_json, problem_to_json
 from bandpo_cli.exports.verl_settings import LOSSES, differences_of, is_runnable, overrides_of
 from bandpo_cli.grading.pool import GraderPool, training_grader
 from bandpo_cli.methods.loss import LossBatch, policy_loss
