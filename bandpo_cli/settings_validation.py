@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -100,6 +101,17 @@ def require(holds: object, problem: str) -> None:
     """Raise ValueError, which pydantic reports with the key of the section or field, unless `holds` is true."""
     if not holds:
         raise ValueError(problem)
+
+
+def number_or(*words: str) -> BeforeValidator:
+    """Return the check of a setting that is a whole number above 0 or one of `words`, with one error for both."""
+
+    def check(value: Any) -> Any:
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        require(value in words or is_count, f"a whole number above 0 is expected, or {' or '.join(words)}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def key_error(key: object, problem: str) -> PydanticCustomError:

@@ -22,7 +22,7 @@ from bandpo_cli.methods.importance_correction import DEFAULT_CAP, ImportanceRule
 from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.metric_names import FLOPS, SAMPLED_TOKENS, is_clock_metric
 from bandpo_cli.registries import ADVANTAGES, TRACKERS
-from bandpo_cli.settings_validation import NotEmpty, NotNegative, Positive, Section, require
+from bandpo_cli.settings_validation import NotEmpty, NotNegative, Positive, Section, number_or, require
 
 Dtype = Literal["float32", "bfloat16"]
 EstimatorName = Annotated[str, AfterValidator(ADVANTAGES.check_name)]
@@ -119,7 +119,7 @@ class ModelConfig(Section):
     FlashAttention kernels in torch, which need no padding; it needs a GPU and bfloat16."""
     gradient_checkpointing: Literal[True, False, "auto"] = False
     """Recompute activations in the backward pass: less memory, about a third more time. `auto`, the default of tasks
-    for language models, is true on a GPU for architectures that support it."""
+    for language models, is false where an update fits without it by the estimate of the memory."""
     prompts: Literal["auto", "chat", "raw"] = "auto"
     """How chat messages become text: by the tokenizer's chat template, or joined unchanged; `auto` uses the
     template where there is one. Tasks with plain-text prompts (countdown) are not affected."""
@@ -221,12 +221,18 @@ class OptimConfig(Section):
     """The learning rate after the warm-up: constant, or falling to 0 at the last step."""
     updates: PositiveInt = 4
     """Optimizer updates per batch of rollouts. With 1 the ratio is always 1 and no bound is active."""
-    micro_batch_tokens: PositiveInt = 16384
+    micro_batch_tokens: Annotated[Literal["auto"] | PositiveInt, number_or("auto")] = 16384
     """Maximum number of tokens in one forward pass, packed without padding; an update accumulates its gradient over as
-    many passes as necessary."""
+    many passes as necessary. `auto`, the default of tasks for language models, is 16384, or where that does not fit by
+    the estimate of the memory a half of it, or a half of that, and so on."""
     max_skips: NonNegativeInt = 0
     """Maximum number of consecutive updates that are skipped because a loss, gradient or log-prob is not finite; 0
     stops the run at the first. A skipped update changes no weights; the schedule continues."""
+
+    @property
+    def pass_tokens(self) -> int:
+        """`micro_batch_tokens`, and its largest value where it is `auto`."""
+        return 16384 if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
 
 class CheckpointConfig(Section):

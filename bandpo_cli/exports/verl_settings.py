@@ -38,7 +38,7 @@ NEVER = 1e9
 def tokens_per_micro_batch(config: RunConfig) -> int:
     """Return the most tokens of a micro-batch, at least a prompt and its completion."""
     sampling = config.sampling
-    return max(config.optim.micro_batch_tokens, sampling.max_prompt_tokens + sampling.max_tokens)
+    return max(config.optim.pass_tokens, sampling.max_prompt_tokens + sampling.max_tokens)
 
 
 class InFolder(str):
@@ -152,6 +152,7 @@ def _derived(config: RunConfig) -> dict[str, Overrides]:
         },
         "model.trust_remote_code": {"data.trust_remote_code": model.trust_remote_code},
         "model.lora": _lora(config),
+        "sampling.vllm.sleep": {f"{ROLLOUT}.free_cache_engine": bool(sampling.vllm.sleep)},
         "sampling.vllm.memory_fraction": {
             f"{ROLLOUT}.gpu_memory_utilization": sampling.vllm.memory_fraction or 0.5
         },

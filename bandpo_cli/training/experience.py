@@ -251,7 +251,7 @@ def prepare_updates(
     Raises:
         RunError: a completion has no tokens.
     """
-    max_tokens, temperature = config.optim.micro_batch_tokens, config.sampling.temperature
+    max_tokens, temperature = config.optim.pass_tokens, config.sampling.temperature
     objective, size = config.objective, len(groups) // config.optim.updates
     finished_PG = [[item.completion.finish_reason == "stop" for item in group.rollouts_G] for group in groups]
     has_loss_PG = torch.tensor(finished_PG) | (not objective.mask_truncated)

@@ -95,6 +95,7 @@ def test_a_password_is_in_neither_the_config_nor_the_error_message() -> None:
     ("setting", "parts"),
     [
         ("optim.prompts=4", ["optim.prompts: no such setting (did you mean 'sampling.prompts'?)"]),
+        ("optim.micro_batch_tokens=0", ["tokens = 0: a whole number above 0 is expected, or auto"]),
         ("optim.lrr=1", ["optim.lrr", "no such setting", "did you mean 'lr'", "micro_batch_tokens"]),
         ("bonds={}", ["bonds", "did you mean 'bounds'"]),
         ("bounds.method=clipp", ["bounds.method = 'clipp'", "did you mean 'clip'", "clip-higher"]),
