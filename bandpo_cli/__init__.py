@@ -1,3 +1,3 @@
 """bandpo: reinforcement learning of language models with Band-constrained Policy Optimization."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 RUN_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 130
@@ -31,7 +32,7 @@ try:
 
     from bandpo_cli import __version__
     from bandpo_cli.cli.bounds import bounds
-    from bandpo_cli.cli.console import protect_streams
+    from bandpo_cli.cli.console import open_console, print_line, protect_streams
     from bandpo_cli.cli.doctor import configs_app, doctor
     from bandpo_cli.cli.eval import eval_app
     from bandpo_cli.cli.export import export_app, import_app, sync
@@ -65,7 +66,12 @@ app = command_group(name=PROGRAM, cls=_Root, no_args_is_help=True, pretty_except
 
 def _print_version(context: typer.Context, asked: bool) -> None:
     if asked and not context.resilient_parsing:  # resilient: a shell completes a later word
-        print(f"bandpo {__version__}")
+        from bandpo_cli.storage.run_record import git_state
+
+        root, commit = Path(__file__).parents[1], ""
+        if (root / ".git").exists() and (state := git_state(root)):  # a checkout, and no wheel in another one
+            commit = f" (commit {state['commit'][:7]}{', with local changes' if state['dirty'] else ''})"
+        print(f"bandpo {__version__}{commit}")
         raise typer.Exit
 
 
@@ -124,7 +130,7 @@ def main() -> None:
         if prints_errors():
             if known is None:
                 raise
-            print(f"error: {known}", file=sys.stderr)
+            print_line(open_console(stderr=True), str(known), "error:", "red")
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -153,7 +159,7 @@ def _known_error(error: Exception) -> UserError | RunError | None:
 def _usage_message(error: typer.TyperException) -> str:
     """Return the message about a wrong command line, with the flag or the setting that an unknown option may mean."""
     from bandpo_cli.config.layers import settings_named
-    from bandpo_cli.settings_validation import OPTIONS_ELSEWHERE, option_word, setting_for
+    from bandpo_cli.settings_validation import option_for, setting_for
 
     message, context = error.format_message(), getattr(error, "ctx", None)
     option = getattr(error, "option_name", "")
@@ -164,7 +170,7 @@ def _usage_message(error: typer.TyperException) -> str:
         flags = [flag.name for flag in SETTINGS if flag.setting == setting and flag.name in known]
         forms = ["--set {}=VALUE", *(["--axis {}=VALUE,VALUE"] if "--axis" in known else [])]
         advice = (
-            OPTIONS_ELSEWHERE.get(option_word(option), "")
+            option_for(option)
             or " or ".join(f"{flag} VALUE" for flag in flags)
             or " or ".join(form.format(key) for key in settings_named(option) for form in forms)
         )

@@ -64,6 +64,12 @@ def one_line(text: str) -> str:
     return _shorten("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shortened))
 
 
+def excerpt(text: str, chars: int) -> str:
+    """Return a text on one line; of a longer text the first `chars` characters, with …"""
+    line = " ".join(text[: 4 * chars].split())  # a text may have many megabytes
+    return line if len(line) <= chars else f"{line[: chars - 2]} …"
+
+
 def _shorten(text: str) -> str:
     """Cut out the middle: the beginning names the mistake, the end what to type instead."""
     return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:700]} ... {text[-295:]}"
@@ -150,8 +156,9 @@ class ConfigError(UserError):
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the closest of `allowed`, or an empty string when none is close."""
     # The time of the search grows with the square of the length: a long name would take minutes.
-    matches = difflib.get_close_matches(name[:100], list(allowed), n=1, cutoff=0.5)
-    return f" (did you mean '{matches[0]}'?)" if matches else ""
+    by_lower = {choice.lower(): choice for choice in allowed}
+    matches = difflib.get_close_matches(name[:100].lower(), list(by_lower), n=1, cutoff=0.5)
+    return f" (did you mean '{by_lower[matches[0]]}'?)" if matches else ""
 
 
 def unknown_choice(value: object, allowed: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from bandpo_cli.errors import UserError
 
@@ -14,6 +14,13 @@ metrics are: comparisons of runs leave these out."""
 
 PROFILER_PREFIX = "bandpo/"
 """Prefix of the labels that a profiler trace has for the phases of a step."""
+
+PHASES = {
+    "sample": "sampling", "grade": "grading", "logprobs": "old log-probs", "update": "updates",
+    "update/forward": "forward", "update/backward": "backward", "update/optimizer": "optimizer", "sync": "weight sync",
+    "record": "metrics and completions", "eval": "evaluation", "checkpoint": "checkpoint",
+}  # fmt: skip
+"""Text of the phases of a step, by their names under `time/`, and of their parts in a profile."""
 
 SCORE = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+|n)")
 """The name of mean@n or pass@k of an evaluation set: the set, the kind, and n or k."""
@@ -27,6 +34,31 @@ FLOPS = "compute/flops"
 TOTAL_SECONDS = "time/total"
 TOTALS = (SAMPLED_TOKENS, TRAINED_TOKENS, FLOPS, TOTAL_SECONDS)
 """Cumulative metrics: what a run has taken up to the end of a step, evaluations and checkpoints not included."""
+
+
+class Label(NamedTuple):
+    """What people read in place of the key of a metric of a step, and its unit."""
+
+    name: str
+    unit: Literal["", "nats", "%"] = ""
+
+    def text(self, value: float) -> str:
+        """Return a value with its unit: `0.353 nats`, `0.39%`."""
+        return f"{value:.2%}" if self.unit == "%" else f"{value:.3f} {self.unit}".rstrip()
+
+
+LABELS = {
+    "train/reward": Label("training reward"),
+    "train/accuracy": Label("training accuracy"),
+    "train/entropy": Label("entropy", "nats"),
+    "clip/active_fraction": Label("clip fraction", "%"),
+    "clip/upper_fraction": Label("clip fraction, positive advantage", "%"),
+    "clip/lower_fraction": Label("clip fraction, negative advantage", "%"),
+    "clip/outside_fraction": Label("outside the interval", "%"),
+    "ratio/max": Label("largest ratio"),
+    "train/response_length": Label("tokens per completion"),
+}
+"""The labels of metrics on the terminal, in plots, pages and reports."""
 
 
 class Axis(NamedTuple):

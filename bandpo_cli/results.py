@@ -25,12 +25,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from bandpo_cli.config.layers import flatten, read_layer, resolve
+from bandpo_cli.config.layers import CHOSEN_AT_START, flatten, read_layer, resolve
 from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.errors import UserError
 from bandpo_cli.methods import method_name
-from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, has_nonbinary_rewards, heldout_mean
+from bandpo_cli.metric_names import (
+    HELDOUT_ACCURACY,
+    HELDOUT_REWARD,
+    TOTAL_SECONDS,
+    has_nonbinary_rewards,
+    heldout_mean,
+)
 from bandpo_cli.paths import path_exists, read_json_object
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.files import file_checksum, is_locked, iterate_metrics, step_name, step_of
@@ -91,6 +97,11 @@ class RunOverview:
     error: str | None = None
     stopped_by: str | None = None
 
+    @property
+    def state(self) -> str:
+        """The status in lower case: `stopped` by Ctrl-C or a signal, `killed` without a summary; or `damaged`."""
+        return "stopped" if self.status == "KILLED" and self.error else (self.status or "damaged").lower()
+
 
 _OVERVIEW = TypeAdapter(RunOverview)
 
@@ -110,7 +121,7 @@ def list_runs(
         patterns: shell patterns of names (`kl-*`, `deltas/*`); none for all runs. A sweep's name stands for its runs.
         method: only runs whose method begins with this: `band`, `band-kl`, `clip`, or its alias `grpo`.
         task: only runs of this task; a task of files has their names.
-        status: only runs with this status, in any case: `running`, `finished`, `failed`, `killed`.
+        status: only runs in this state, in any case: `running`, `finished`, `failed`, `stopped`, `killed`, `damaged`.
         sort: `time` or `name`, ascending; or `heldout`, `heldout_reward`, `accuracy`, `reward`, `entropy` or `step`,
             the largest first. Runs without the value come last.
 
@@ -127,7 +138,7 @@ def list_runs(
         if any(map(matcher.match, (run.name, run.name.split("/")[0])))
         and (method is None or run.method == method or run.method.startswith(f"{method}-"))
         and (task is None or run.task == task)
-        and (status is None or (run.status or "DAMAGED") == status.upper())
+        and (status is None or run.state == status.lower())
     ]
     if sort in ("time", "name"):
         return sorted(runs, key=lambda run: (run.started_ms if sort == "time" else 0, run.name))
@@ -212,10 +223,11 @@ _is_listed = cache(
 def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
     """Return settings, metrics and files of a run, the content of `bandpo show --format json`.
 
-    It has the fields of `RunOverview` and `config`; `task_settings`, the settings of the task by dotted name, without
-    those that are null or empty; `changed`, `value` and `default` of the settings that differ from the default of the
-    run's task, model and method; `metrics`, `first` and `last` value of each metric after its step; `checkpoints`, the
-    steps that training can resume from; `sampled_steps`; `plots`; and `seconds`, the time of all steps.
+    It has the fields of `RunOverview`, its `state`, and `config`; `task_settings`, the settings of the task by dotted
+    name, without those that are null or empty; `changed`, `value` and `default` of the settings that differ from the
+    default of the run's task, model and method; `metrics`, `first` and `last` value of each metric after its step;
+    `checkpoints`, the steps that training can resume from; `sampled_steps`; `plots`; `seconds`, the time of all steps;
+    `times`, the sums of the metrics `time/…` but for `time/total`; and `trained_steps`, how many steps trained.
 
     Raises UserError if there is no such run, or its folder is damaged.
     """
@@ -228,8 +240,14 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
     changed = changed_settings(config, on_gpu=isinstance(hardware, Mapping) and bool(hardware.get("gpus")))
     table = read_metrics_table(folder.metrics_path)
     points = {str(name): [*column.dropna().items()] for name, column in table.items()}
+    times = {
+        key: sum(seconds for _, seconds in values)
+        for key, values in points.items()
+        if key.startswith("time/") and key != TOTAL_SECONDS
+    }
     return {
         **asdict(overview),
+        "state": overview.state,
         "config": config.model_dump(mode="json"),
         "task_settings": task_settings(config.task),
         "changed": {key: {"value": value, "default": default} for key, (value, default) in changed.items()},
@@ -239,7 +257,9 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
         "checkpoints": sorted(complete_checkpoints(folder).complete),
         "sampled_steps": sampled_steps(folder),
         "plots": sorted((path / "plots").glob("*.*")),
-        "seconds": sum(seconds for _, seconds in points.get("time/step", [])),
+        "seconds": times.get("time/step", 0),
+        "times": times,
+        "trained_steps": len(points.get("time/update", ())),
     }
 
 
@@ -287,7 +307,9 @@ def changed_settings(
     return {key: pair for key, pair in chosen.items() if pair[0] != pair[1]} | {
         key: (value, defaults.get(key))
         for key, value in flatten(values).items()
-        if key != "model.path" and defaults.get(key) != value
+        if key != "model.path"
+        and defaults.get(key) != value
+        and not (key in CHOSEN_AT_START and defaults.get(key) == "auto")
     }
 
 

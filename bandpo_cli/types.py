@@ -42,6 +42,7 @@ class Problem:
         source: the task or data set of the problem.
         grader: the grader of its answers: a name in `registries.GRADERS` or the path of a custom function.
         extra: further data for the grader; JSON-like values, since graders may run in another process.
+        question: the question without the template of the task; "" if the prompt has no template.
     """
 
     id: str
@@ -50,6 +51,14 @@ class Problem:
     source: str
     grader: str
     extra: Mapping[str, object] = field(default_factory=dict)
+    question: str = field(default="", compare=False)
+
+    @property
+    def label(self) -> str:
+        """The question, or the last message of the user, by which a person recognizes the problem."""
+        if self.question or isinstance(self.prompt, str):
+            return self.question or str(self.prompt)
+        return next((turn.content for turn in reversed(self.prompt) if turn.role == "user"), "")
 
 
 class Insertion(NamedTuple):

@@ -31,6 +31,7 @@ FAMILIES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("clip-higher", {"method": "clip-higher"}),
         ("dcpo", {"method": "dcpo"}),
         ("ripo", {"method": "ripo"}),
+        ("atr", {"method": "atr"}),
         ("none", {"method": "none"}),
     ],
     "tokens": [
@@ -47,6 +48,7 @@ FAMILIES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("gspo", {"method": "gspo"}),
         ("gapo, c = 1", {"method": "gapo"}),
         ("gmpo", {"method": "gmpo"}),
+        ("ctpo, the first token", {"method": "ctpo"}),
         ("topr", {"method": "topr"}),
         ("vespo", {"method": "vespo"}),
     ],

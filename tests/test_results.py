@@ -48,6 +48,22 @@ def test_runs_and_metrics(runs_dir):
     assert runs.loc[0, "entropy"] == written[-1]["train/entropy"]
 
 
+def test_the_example_of_the_docs_reads_every_table(runs_dir, tmp_path, monkeypatch, capsys):
+    """The page uses a run of 16 completions per problem; the names of the columns are the same."""
+    page = (Path(__file__).resolve().parents[1] / "docs" / "python_api.md").read_text()
+    code = next(block for block in page.split("```python\n") if "results.tokens" in block).partition("```")[0]
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "demo").symlink_to(runs_dir / "a")
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    out = capsys.readouterr().out
+    metrics = results.metrics("a", runs_dir)
+    assert f"{metrics['train/accuracy'][2]:.4g}" in out
+    samples = results.samples("a", 2, runs_dir)
+    for verdict, count in samples["verdict"].value_counts().items():
+        assert [verdict, str(count)] in [line.split()[:2] for line in out.splitlines()]
+
+
 def test_samples_and_tokens(runs_dir):
     samples = results.samples(runs_dir / "a")
     assert sorted(samples["step"].unique()) == [1, 2]

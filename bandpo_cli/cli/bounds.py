@@ -38,7 +38,7 @@ _COLUMNS: Mapping[str, tuple[int, JustifyMethod]] = {
 }  # fmt: skip
 """The columns of the table of intervals: minimum width and alignment by heading."""
 
-PEERS = [name for name, method in METHODS.items() if not (method.without_bounds or method.named_by_region)]
+PEERS = [name for name, method in METHODS.items() if method.comparable]
 MATCHABLE = [name for name in PEERS if METHODS[name].bounded and not METHODS[name].trust_region]
 
 _D_HELP = f"{DIVERGENCES.names_text()}; repeatable."
@@ -101,7 +101,7 @@ def bounds(
         find_divergence(name)  # raises for an unknown name
     peers = [*map(method_name, opt.split_commas(compare or []))]
     for name in peers:
-        if name in METHODS and (why := METHODS[name].without_bounds):
+        if name not in PEERS and name in METHODS and (why := METHODS[name].without_bounds):
             allowed = ", ".join(PEERS)
             raise UserError(f"--compare: {name} has no interval of ratios: {why}; allowed: {allowed}")
         if not is_function_path(name):

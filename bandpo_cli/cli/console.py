@@ -5,10 +5,13 @@ import json
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.segment import Segment
@@ -130,10 +133,19 @@ def print_warnings(console: Console, lines: Iterable[str], heading: str = "warni
 
 
 def print_line(console: Console, line: str, heading: str = "", style: str = "bold") -> None:
-    """Print a line without markup, after a heading if there is one."""
-    gap = " " if heading.endswith(":") else "  "  # a heading without a colon is a column
-    text = Text.assemble((heading, style), gap, line) if heading else Text(line)
-    console.print(text, highlight=False, soft_wrap=True)
+    """Print a line without markup, after a heading if there is one.
+
+    A terminal shows it in lines of complete words. In a file it stays one line, and so does a command, to be copied.
+    """
+    if heading:
+        heading += " " if heading.endswith(":") else "  "  # a heading without a colon is a column
+    if console.is_terminal and ": bandpo " not in line:
+        indent = " " * cell_len(heading)
+        wrapper = textwrap.TextWrapper(
+            max(20, console.width), indent, indent, break_long_words=False, break_on_hyphens=False
+        )
+        line = "\n".join(chain.from_iterable(map(wrapper.wrap, line.split("\n")))).removeprefix(indent)
+    console.print(Text.assemble((heading, style), line), highlight=False, soft_wrap=True)
 
 
 def print_rows(console: Console, rows: Iterable[tuple[str, str]], width: int = 0) -> None:

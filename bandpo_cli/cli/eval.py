@@ -408,4 +408,6 @@ def print_comparison(console: Console, result: ComparisonResult, show: int) -> N
             print_line(console, line)
         for id_, share_a, share_b in compared.changed_problems[:show]:
             digits = 2 if f"{share_a:.2f}" != f"{share_b:.2f}" else 4
-            print_line(console, f"  {share_a:.{digits}f} → {share_b:.{digits}f}  {id_}")
+            question = compared.questions[id_]
+            name = id_ if not question or question.strip(" :=") in id_ else f"{question}  ({id_})"
+            print_line(console, f"  {share_a:.{digits}f} → {share_b:.{digits}f}  {name}")

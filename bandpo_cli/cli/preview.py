@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +23,7 @@ from bandpo_cli.cli.console import (
     print_settings,
     print_warnings,
 )
-from bandpo_cli.cli.train_view import sample_text, settings_rows
+from bandpo_cli.cli.train_view import LINE_SECONDS, sample_text, settings_rows
 from bandpo_cli.config.layers import setting_text, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, plural
@@ -140,7 +142,7 @@ def print_memory(console: Console, config: RunConfig, estimate: MemoryEstimate) 
         print_line(console, line, "LoRA")
 
 
-def run_probe(plan: Plan, runs_dir: Path) -> None:
+def run_probe(plan: Plan, runs_dir: Path, size: int) -> None:
     """Print the statement of the run, probe it, and print the results, the memory, and the settings to change."""
     console, task = open_console(long_running=True), plan.task
     assert task is not None  # only a resume can be without problems
@@ -152,7 +154,20 @@ def run_probe(plan: Plan, runs_dir: Path) -> None:
             "grade": "grading …",
         }
         view.spinners |= dict.fromkeys(("logprobs", "update"), "a trial step …")
-        report = probe(plan, [view])
+        sampling, printed = view.spinners["sample"], -math.inf
+
+        def show_progress(done: int, total: int, seconds: float) -> None:
+            nonlocal printed
+            left = f"{done} of {plural(total, 'problem')} sampled, about {format_duration(seconds)} left"
+            view.spinners = {**view.spinners, "sample": f"{sampling} {left}"}
+            if done < total and time.monotonic() > printed + (
+                math.inf if console.is_terminal else LINE_SECONDS
+            ):
+                view.spin(None)
+                print_line(console, f"{left}, then a trial step", "probe")
+                printed = time.monotonic()
+
+        report = probe(plan, [view], size, show_progress)
     print_results(console, plan.config, report)
     with suppress(UserError):  # of a model without an estimate
         print_memory(console, *memory_of_task(plan.config, task))

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.console import make_table, open_console, print_json
+from bandpo_cli.cli.console import make_table, open_console, print_json, print_line, print_warnings
 from bandpo_cli.cli.options import folder_of
 from bandpo_cli.metric_names import AXES
 from bandpo_cli.paths import relative_to_cwd
@@ -26,7 +26,7 @@ _WIDE = 110
 @opt.documented
 def report(
     paths: Annotated[list[Path], opt.argument("PATH", complete=folder_of("sweep", "run"))],
-    baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's")] = None,
+    baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's, else the first")] = None,
     by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
     out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
     margin: Annotated[float, opt.option("M")] = 0.02,
@@ -70,13 +70,8 @@ def report(
 
 def print_report(console: Console, report: Report) -> None:
     """Print the report: finding, leaderboard, notes, files."""
-    soft_wrap = not console.is_terminal  # in a file or a pipe a sentence is a line
-
-    def print_text(text: str, heading: str = "", style: str = "") -> None:
-        console.print(Text.assemble((heading, style), text), soft_wrap=soft_wrap)
-
-    print_text(f"  {report.about}", report.title, "bold")
-    print_text(report.finding)
+    print_line(console, report.about, report.title)
+    print_line(console, report.finding)
     console.print()
     separator = " " if console.width >= _WIDE else "\n"
     over_sets = [metric for metric in report.metrics if "/" not in metric.key]
@@ -87,18 +82,17 @@ def print_report(console: Console, report: Report) -> None:
         console.print(_report_table(report, by_set, separator))
     for fit in report.fits:
         cells = zip(fit.HEADINGS, fit.cells, strict=True)
-        print_text(f"{fit.variant}: " + ", ".join(map(" ".join, cells)), "fit: ", "dim")
+        print_line(console, f"{fit.variant}: " + ", ".join(map(" ".join, cells)), "fit:", "dim")
     for line in report.tuning.notes() if report.tuning is not None else ():
-        print_text(line, "tuned: ", "dim")
-    for note in report.notes:
-        print_text(note, "note: ", "yellow")
+        print_line(console, line, "tuned:", "dim")
+    print_warnings(console, report.notes, "note:")
     for run in report.excluded:
         variant_and_seed = f"{run.variant}, seed {run.seed}: " if run.variant else ""
-        print_text(f"{run.run}: {variant_and_seed}{run.reason}", "excluded: ", "yellow")
+        print_line(console, f"{run.run}: {variant_and_seed}{run.reason}", "excluded:", "yellow")
     console.print()
     for name in ("report.html", "report.md", "report.json", "leaderboard.csv"):
-        console.print(Text(str(relative_to_cwd(report.files[name]))), soft_wrap=True)
-    print_text("", f"plots: {', '.join(name for name in report.files if name.endswith('.png'))}", "dim")
+        print_line(console, str(relative_to_cwd(report.files[name])))
+    print_line(console, ", ".join(name for name in report.files if name.endswith(".png")), "plots:", "dim")
 
 
 def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> Table:
@@ -111,7 +105,7 @@ def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> 
 
     def heading(metric: Metric) -> str:
         """Return the name on several short lines, such as `entropy`, `at 41%`, `accuracy`."""
-        name = metric.name.replace(", ", ",\n").replace("held-out ", "held-out\n")
+        name = metric.name.replace(", ", ",\n").replace("held-out ", "held-out\n").replace("clip ", "clip\n")
         if report.axis_level is not None and metric.key != "entropy_at_accuracy":
             what, at, place = name.partition(" at ")
             return "\n".join([what, *f"at {place}".replace("at ", "at\u00a0").split(" ")]) if at else name

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from textwrap import shorten
 from typing import Annotated, Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
@@ -29,7 +29,7 @@ from bandpo_cli.cli.console import (
     to_json,
 )
 from bandpo_cli.cli.options import folder_of, one_of
-from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.errors import UserError, excerpt, nearest
 from bandpo_cli.methods import METHODS
 from bandpo_cli.metric_names import AXES
 from bandpo_cli.processes.watch import read_stacks
@@ -39,8 +39,18 @@ RunName = Annotated[
     str, opt.argument("RUN", complete=folder_of("run"), help="Its name in --runs-dir, or its folder.")
 ]
 
-_STYLES = {"running": "cyan", "finished": "green", "failed": "red", "killed": "yellow", "damaged": "red"}
-"""The status of a run, and its color."""
+_STYLES = {
+    "running": "cyan", "finished": "green", "failed": "red", "stopped": "yellow", "killed": "yellow", "damaged": "red"
+}  # fmt: skip
+"""The state of a run, and its color."""
+
+_COLUMNS = (
+    "run", "method", "task", "status", ">steps", ">held-out", ">training", ">entropy", ">held-out\nreward",
+    ">training\nreward", "started", "fork of",
+)  # fmt: skip
+"""The columns of `bandpo runs`."""
+_LEFT_OUT = ("fork of", "started", "task", ">entropy", "method", ">training", ">training\nreward")
+"""The columns that a narrow terminal does not show, the first ones first. The name of a run is never broken."""
 
 _STATUS = opt.choice("--status", *_STYLES, metavar="STATUS", help=f"Only runs that are {', '.join(_STYLES)}.")
 _SORTS = ("time", "name", "heldout", "heldout_reward", "accuracy", "reward", "entropy", "step")
@@ -71,7 +81,7 @@ def runs(
 
     Held-out is the mean of mean@n over the evaluation sets at the last
     evaluation; training is the accuracy of the completions of the last step.
-    If rewards are not just 0 and 1, the mean rewards come first.
+    If rewards are not just 0 and 1, the mean rewards follow. A narrow terminal shows fewer columns.
 
     [bold]bandpo runs[/bold]  all runs, the latest last
     [bold]bandpo runs 'kl-*' deltas --sort heldout[/bold]  by name, and a sweep's; the best first
@@ -94,31 +104,37 @@ def runs(
         none = f"no such runs in {runs_dir}" if is_filtered else "no runs yet; bandpo train starts one"
         print_line(console, none)
         return
-    with_rewards = any(run.nonbinary_rewards for run in runs)
-    wide = console.width >= (120 if with_rewards else 100)
-    metrics = {">held-out": "heldout", ">training": "accuracy", ">entropy": "entropy"}
-    if with_rewards:
-        rewards = {">held-out\nreward": "heldout_reward", ">training\nreward": "reward"}
-        metrics = rewards | {">held-out\naccuracy": "heldout"}
-        metrics |= {">training\naccuracy": "accuracy", ">entropy": "entropy"} if wide else {}
-    headings = ["run", "method", "task", "status", ">steps", *metrics, *([">started"] if wide else [])]
-    headings += ["fork of"] if wide and any(run.parent for run in runs) else []
-    table = make_table(*headings, gap=2 if wide else 1)
-    table.columns[0].min_width, table.columns[3].no_wrap = 12, True
+    columns: dict[str, list[Text]] = {heading: [] for heading in _COLUMNS}
     for run in runs:
-        status = (run.status or "DAMAGED").lower()
-        cells = [Text(run.name), Text(run.method), Text(run.task), Text(status, _STYLES[status])]
-        if run.status is not None:
-            started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started_ms / 1000))
-            values = (getattr(run, field) for field in metrics.values())
-            numbers = ["" if value is None else f"{value:.3f}" for value in values]
-            cells += map(Text, [f"{run.step:,}/{run.steps:,}", *numbers, started, run.parent or ""])
-        table.add_row(*cells[: len(table.columns)])
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started_ms / 1000))
+        steps, started = ("", "") if run.status is None else (f"{run.step:,}/{run.steps:,}", started)
+        values = run.heldout, run.accuracy, run.entropy, run.heldout_reward, run.reward
+        numbers = ("" if value is None else f"{value:.3f}" for value in values)
+        texts = run.name, run.method, run.task, run.state, steps, *numbers, started, run.parent or ""
+        for (heading, cells), text in zip(columns.items(), texts, strict=True):
+            cells.append(Text(text, _STYLES[text] if heading == "status" else ""))
+    unused = (
+        set() if any(run.nonbinary_rewards for run in runs) else {">held-out\nreward", ">training\nreward"}
+    )
+    unused |= set() if any(run.parent for run in runs) else {"fork of"}
+    columns = {heading: cells for heading, cells in columns.items() if heading not in unused}
+    gap = 2 if console.width >= 100 else 1
+    for left_out in _LEFT_OUT:
+        widths = [
+            max(map(cell_len, [*key.strip(">").split("\n"), *map(str, cells)]))
+            for key, cells in columns.items()
+        ]
+        if sum(widths) + gap * (len(widths) - 1) <= console.width:
+            break
+        columns.pop(left_out, None)
+    table = make_table(*columns, gap=gap)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
     console.print(table, highlight=False)
     for run in runs:
         reason = run.stopped_by or (run.error if run.status != "KILLED" else None)
         if reason is not None:
-            print_line(console, shorten(reason, 400, placeholder=" …"), run.name, "yellow")
+            print_line(console, excerpt(reason, 400), run.name, "yellow")
 
 
 @opt.documented
@@ -158,14 +174,14 @@ def show(
 
 
 def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path, every_metric: bool) -> None:
-    from bandpo_cli.cli.train_view import describe_model
+    from bandpo_cli.cli.train_view import describe_model, phases_text
     from bandpo_cli.config.layers import resolve
     from bandpo_cli.storage.run_folder import shell_command
     from bandpo_cli.tracking.sender import tracker_rows
 
     config, changes = resolve([run["config"]]), run["changed"]
     reason = run["stopped_by"] or run["error"]
-    progress = f"{str(run['status']).lower()}, step {run['step']:,} of {run['steps']:,}"
+    progress = f"{run['state']}, step {run['step']:,} of {run['steps']:,}"
     progress += f", {format_duration(run['seconds'])}"
 
     def lines(settings: Mapping[str, Any]) -> list[str]:
@@ -179,6 +195,7 @@ def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path,
         ("run", str(run["path"])),
         ("status", f"{progress}: {reason.splitlines()[0]}" if reason else progress),
         *([("fork of", run["parent"])] if run["parent"] else []),
+        ("a step", phases_text(run["times"], run["trained_steps"])),
         ("model", describe_model(config)),
         ("task", "\n".join([run["task"], *lines(run["task_settings"])])),
         ("bounds", config.bounds.describe()),
@@ -267,34 +284,33 @@ def samples(
         raise UserError(f"{path}: none of its {len(completions):,} completions is {wanted}")
     console = open_console()
     # A group has one prompt, which may be longer than all of its completions together.
-    for prompt, group in groupby(shown, key=itemgetter("prompt")):
-        for index, completion in enumerate(group):
-            _print_completion(console, completion, None if index else prompt)
+    for (label, id_, prompt, reference), group in groupby(
+        shown, itemgetter("label", "problem_id", "prompt", "reference")
+    ):
+        name = id_ if id_.startswith(label) else f"{label} {id_}"
+        console.print(Rule(Text(f"prompt · {name}", "bold"), align="left"))
+        answer = Text.assemble(("reference  ", "bold"), reference, "\n") if reference else Text()
+        console.print(Text(prompt, "dim"), answer, sep="\n", soft_wrap=not console.is_terminal)
+        for completion in group:
+            _print_completion(console, completion)
     right = sum(item["accuracy"] == 1 for item in chosen)
     more = f"; --limit 0 prints all {len(chosen):,}" if len(shown) < len(chosen) else ""
     line = f"{len(shown):,} of {len(chosen):,} completions of {path}, {right:,} correct{more}"
     console.print(line, style="dim", highlight=False, soft_wrap=True)
 
 
-def _print_completion(console: Console, completion: Mapping[str, Any], prompt: str | None) -> None:
-    """Print a completion, below the prompt if there is one."""
+def _print_completion(console: Console, completion: Mapping[str, Any]) -> None:
     style = "green" if completion["accuracy"] == 1 else "red"
-    label, problem = completion["label"], completion["problem_id"]
     reward, length = completion["reward"], completion["length"]
     facts = [
-        problem if problem.startswith(label) else f"{label} {problem}",
+        "completion",
         completion["verdict"],
         "" if reward is None else f"reward {reward:g}",
         "" if length is None else f"{length:,} tokens",
         "truncated" if completion["finish_reason"] == "length" else "",
     ]
     console.print(Rule(Text(" · ".join(filter(None, facts)), style), align="left", style=style))
-    if prompt is not None:
-        console.print(Text(prompt, "dim"), soft_wrap=True)
-    console.print(Text(completion["text"]), soft_wrap=True)
-    if completion["reference"]:
-        console.print(Text.assemble(("reference  ", "bold"), completion["reference"]), soft_wrap=True)
-    console.print()
+    console.print(Text(completion["text"] + "\n"), soft_wrap=not console.is_terminal)
 
 
 @opt.documented
@@ -348,7 +364,7 @@ def plot(
     x: opt.AxisName = "step",
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
-    """Plot accuracy, entropy, clipped tokens and the clip map of a run, which may be in progress.
+    """Plot accuracy, entropy, clip fraction and the clip map of a run, which may be in progress.
 
     [bold]bandpo plot first[/bold]  again, with the steps that it has now
     [bold]bandpo plot first --format pdf --out figures[/bold]  for a paper

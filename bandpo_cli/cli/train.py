@@ -34,6 +34,7 @@ def train(
     dry_run: Annotated[bool, opt.option()] = False,
     all_settings: Annotated[bool, opt.option()] = False,
     probe: Annotated[bool, opt.option()] = False,
+    probe_size: Annotated[int | None, opt.option("N", "32", min=1)] = None,
 ) -> int | None:
     """Train a policy with a trust-region policy loss and record the run.
 
@@ -60,8 +61,9 @@ def train(
         dry_run: Print the changed settings, the memory and a prompt, try the graders, load all that training loads, and
             stop. What a dry run accepts, training starts.
         all_settings: With --dry-run, print all settings and not only those that differ from the defaults.
-        probe: Sample 32 problems with the untrained model, print what can be learned from them and what to change, and
-            stop.
+        probe: Sample some problems with the untrained model, print what can be learned from them and what to change,
+            and stop.
+        probe_size: Number of problems of --probe, rounded to a multiple of optim.updates.
     """
     from bandpo_cli.cli.launch_and_watch_ranks import launch
     from bandpo_cli.config.layers import nest, read_assignments, read_config, resolve
@@ -81,6 +83,8 @@ def train(
             raise UserError(f"--probe: it tries a new run in one process; leave out {' and '.join(given)}")
     if all_settings and not dry_run:
         raise UserError("--all-settings: it goes with --dry-run; config.yaml of a run has all settings")
+    if probe_size is not None and not probe:
+        raise UserError(f"--probe-size {probe_size}: it goes with --probe")
     with ExitStack() as lock:
         if resume is not None:
             if name is not None:
@@ -92,8 +96,9 @@ def train(
             plan = plan_training(resolve(new_run_layers(layers, runs_dir)), runs_dir, asked, ranks)
         if probe:
             from bandpo_cli.cli.preview import run_probe
+            from bandpo_cli.experiments.trials import PROBLEMS
 
-            run_probe(plan, runs_dir)
+            run_probe(plan, runs_dir, probe_size or PROBLEMS)
             return None
         profiler = None
         if profile is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -22,11 +23,20 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
-from bandpo_cli.cli.console import LOADING, PLAIN_LINES, ExperimentView, make_table, print_line, print_rows
+from bandpo_cli.cli.console import (
+    LOADING,
+    PLAIN_LINES,
+    ExperimentView,
+    make_table,
+    print_line,
+    print_rows,
+    print_warnings,
+)
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.config.run import RunConfig, TrackingConfig, dtype_on
-from bandpo_cli.errors import plural
-from bandpo_cli.metric_names import SCORE, has_nonbinary_rewards
+from bandpo_cli.errors import excerpt, plural
+from bandpo_cli.experiments.monitor import destroyed_policy
+from bandpo_cli.metric_names import LABELS, PHASES, SCORE, has_nonbinary_rewards
 from bandpo_cli.processes.ranks import launched_ranks
 from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.storage.checkpoints import model_checkpoints
@@ -38,7 +48,7 @@ from bandpo_cli.types import Rollout
 if TYPE_CHECKING:
     from bandpo_cli.experiments.monitor import ProfileCallback
 
-PHASES = {
+BAR_PHASES = {
     "sample": "sampling",
     "grade": "grading",
     "logprobs": "old log-probs",
@@ -52,13 +62,8 @@ PHASES = {
 LINE_SECONDS = 60.0
 """Seconds after which a step has a line of its own in plain output, besides every n-th step."""
 
-CURVES = {
-    "train/reward": ("reward", "{:.3f}"),
-    "train/accuracy": ("training accuracy", "{:.3f}"),
-    "train/entropy": ("entropy", "{:.3f} nats"),
-    "clip/active_fraction": ("clipped tokens", "{:.2%}"),
-}
-"""The metrics of the panel, with their labels and formats; the reward only if rewards are not just 0 and 1."""
+CURVES = ("train/reward", "train/accuracy", "train/entropy", "clip/active_fraction")
+"""The metrics of the panel; the reward only if rewards are not just 0 and 1."""
 
 FLAGGED = (
     ("grade/malformed_fraction", 0.2, "without a readable answer"),
@@ -156,7 +161,7 @@ class TrainView(ExperimentView):
         if name == "close":
             self.stop_progress()
         if self.in_progress:
-            self._bar.update(self._task, phase=PHASES.get(name, ""))
+            self._bar.update(self._task, phase=BAR_PHASES.get(name, ""))
             if name == "eval" and not self._last and not self.console.is_terminal:
                 print_line(self.console, "evaluating the policy before the first step …")
         else:
@@ -203,8 +208,8 @@ class TrainView(ExperimentView):
         parts = [
             f"step {step}/{self._steps}",
             f"reward {record['train/reward']:.3f}" if self._shows_reward and "train/reward" in record else "",
-            f"training accuracy {record['train/accuracy']:.3f}  entropy {record['train/entropy']:.3f} nats  "
-            f"clipped {clipped:.2%}  {record['time/step']:.2f} s/step"
+            f"training {accuracy_text(record)}  entropy {record['train/entropy']:.3f} nats  "
+            f"clip fraction {clipped:.2%}  {record['time/step']:.2f} s/step"
             if step
             else "",
             f"updates skipped {skipped:.0f}" if skipped else "",
@@ -216,12 +221,12 @@ class TrainView(ExperimentView):
     def render(self) -> RenderableType:
         """Return the panel; a request to stop appears at once, and not after the step that it waits for."""
         grid = Table.grid(padding=(0, 2))
-        for key, (label, form) in CURVES.items():
+        for key in CURVES:
             if key == "train/reward" and not self._shows_reward:
                 continue
             values = self._history[key]
-            last = form.format(values[-1]) if values else "…"
-            grid.add_row(label, last, Text(sparkline(values), style="cyan"))
+            last = LABELS[key].text(values[-1]) if values else "…"
+            grid.add_row(LABELS[key].name, last, Text(sparkline(values), style="cyan"))
         if "perf/sampled_tokens_per_s" in self._last:
             sampled, trained = (self._last[f"perf/{kind}_tokens_per_s"] for kind in ("sampled", "trained"))
             grid.add_row("tokens per second", f"{sampled:,.0f} sampled", Text(f"{trained:,.0f} trained"))
@@ -242,6 +247,8 @@ class TrainView(ExperimentView):
     def _add_metrics(self, record: Mapping[str, Any]) -> None:
         """Add the metrics of a step. In metrics.jsonl, a value that is not finite is None."""
         known = {key: value for key, value in record.items() if value is not None}
+        if is_not_graded(known):
+            known.pop("train/accuracy", None)
         for key, values in self._history.items():
             if math.isfinite(value := known.get(key, math.nan)):
                 values.append(value)
@@ -250,6 +257,16 @@ class TrainView(ExperimentView):
         self._shows_reward = self._shows_reward or has_nonbinary_rewards(known)
         self._skipped += int(known.get("optim/skipped_updates", 0))
         self._last = known
+
+
+def is_not_graded(record: Mapping[str, Any]) -> bool:
+    """Return whether no answer of a step was graded, such as in an outage of a judge, so that it has no accuracy."""
+    return record.get("train/ungraded_fraction") == 1
+
+
+def accuracy_text(record: Mapping[str, Any]) -> str:
+    """Return the accuracy of a step, or that its answers were not graded."""
+    return "answers not graded" if is_not_graded(record) else f"accuracy {record['train/accuracy']:.3f}"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -287,44 +304,59 @@ def flagged_shares(record: Mapping[str, float]) -> str:
 
 
 def sample_text(rollout: Rollout) -> Text:
-    """Return the end of the prompt → the beginning and the end of the completion → reward and verdict, in one line."""
-    prompt, text = (words.replace("\n", " ") for words in (rollout.prompt, rollout.text))
-    if len(prompt) > 60:
-        prompt = f"… {prompt[-60:]}"
+    """Return the question → the beginning and the end of the completion → reward and verdict, in one line."""
+    question, text = excerpt(rollout.problem.label, 80), rollout.text.replace("\n", " ")
     if len(text) > 120:
         text = f"{text[:60]} … {text[-60:]}"
     grade = rollout.grade
     reward = "" if not grade.has_reward or grade.reward in (0, 1) else f"reward {grade.reward:.3f}, "
     verdict = (grade.verdict, "green" if grade.correct else "red")
-    return Text.assemble((prompt, "dim"), " → ", text, " → ", reward, verdict)
+    return Text.assemble((question, "dim"), " → ", text, " → ", reward, verdict)
 
 
 def print_summary(console: Console, config: RunConfig, result: RunResult) -> None:
     """Print the metrics of a finished run, its folder, and how to open it in MLflow."""
     steps = [record for record in result.records if "train/accuracy" in record]
-    seconds = sum(record["time/step"] for record in result.records)
+    times = Counter[str]()
+    for record in result.records:
+        times.update({key: value for key, value in record.items() if key.startswith("time/")})
+    graded = [record for record in steps if not is_not_graded(record)]
     held_out = [(record["step"], text) for record in result.records if (text := eval_metrics_text(record))]
     lines = [f"step {step:>4}  {text}" for step, text in [*held_out[:1], *held_out[-1:]]]
-    rows = [("done", f"{len(steps)} steps in {seconds:.0f} s"), ("held-out", "\n".join(lines))]
+    rows = [("done", f"{len(steps)} steps in {times['time/step']:.0f} s"), ("held-out", "\n".join(lines))]
     for heading, key, form in (
         ("reward", "train/reward", "{:.3f} → {:.3f}"),
         ("training", "train/accuracy", "accuracy {:.3f} → {:.3f}"),
         ("entropy", "train/entropy", "{:.3f} → {:.3f} nats per token"),
     ):
-        values = [value for record in steps if (value := record.get(key)) is not None]
+        known = steps if key == "train/entropy" else graded
+        values = [value for record in known if (value := record.get(key)) is not None]
         if values and (heading != "reward" or any(map(has_nonbinary_rewards, result.records))):
             rows.append((heading, form.format(values[0], values[-1])))
+    if ungraded := len(steps) - len(graded):
+        rows.append(
+            ("not graded", f"the answers of {ungraded} of {len(steps)} steps, which have no accuracy")
+        )
+    rows.append(("a step", phases_text(times, sum("time/update" in record for record in result.records))))
     rows += [("run folder", str(result.folder)), ("plots", str(result.folder / "plots"))]
     rows += tracker_rows(config.tracking, result.folder)
     print_rows(console, rows, 10)
+    print_warnings(console, filter(None, [destroyed_policy(config, result.records)]))
 
 
-_PROFILE_LABELS = {
-    "sample": "sampling", "grade": "grading", "logprobs": "old log-probs", "update": "updates",
-    "update/forward": "forward", "update/backward": "backward", "update/optimizer": "optimizer", "sync": "weight sync",
-    "record": "metrics and completions", "eval": "evaluation", "checkpoint": "checkpoint",
-}  # fmt: skip
-"""Text of the phases and their parts in a profile, other parts have no row."""
+def phases_text(times: Mapping[str, float], steps: int) -> str:
+    """Return share and seconds per trained step of the phases, the longest first, in lines of three; "" without steps.
+
+    `times` are the sums of the metrics `time/…` of all steps. Phases below 0.5% are a part of `other`.
+    """
+    if not steps or not (seconds := times.get("time/step", 0.0)):
+        return ""
+    known = {label: times.get(f"time/{key}", 0.0) for key, label in PHASES.items()}
+    shown = sorted((item for item in known.items() if item[1] >= 0.005 * seconds), key=lambda item: -item[1])
+    if (other := seconds - sum(value for _, value in shown)) >= 0.005 * seconds:
+        shown.append(("other", other))
+    parts = [f"{label} {value / seconds:.0%} ({value / steps:.2g} s)" for label, value in shown]
+    return "\n".join(" · ".join(parts[start : start + 3]) for start in range(0, len(parts), 3))
 
 
 def print_profile(console: Console, profile: ProfileCallback) -> None:
@@ -337,7 +369,7 @@ def print_profile(console: Console, profile: ProfileCallback) -> None:
     def add(label: str, seconds: float, *more: str) -> None:
         table.add_row(label, f"{seconds / count:.3f}", f"{seconds / profile.seconds:.1%}", *more)
 
-    for key, label in _PROFILE_LABELS.items():
+    for key, label in PHASES.items():
         if (phase := profile.phases.get(key)) is not None:
             on_device = [f"{phase.gpu_seconds / count:.3f}"] if on_gpu else []
             add("  " * key.count("/") + label, phase.seconds, *on_device, f"{phase.calls / count:g}")

@@ -340,10 +340,10 @@ class DataTask(TaskSettings):
         return {source.answer_grader for source in (*self.sources("train"), *self.sources("heldout"))}
 
 
-def _number(value: Any) -> Any:
+def yaml_number(value: Any) -> Any:
     """Return the number that a text such as `1e-3` is in YAML 1.2 and JSON; YAML 1.1 reads it as text."""
     if isinstance(value, list):
-        return [_number(item) for item in value]
+        return [yaml_number(item) for item in value]
     pattern = r"[-+]?[0-9]+[eE][-+]?[0-9]{1,2}"
     return float(value) if isinstance(value, str) and re.fullmatch(pattern, value) else value
 
@@ -364,7 +364,7 @@ class ReasoningGymTask(TaskSettings):
     """Held-out problems of each generator."""
     seed: NonNegativeInt = 0
     """Seed of the problems. It is not the seed of the run, so that runs with several seeds have the same problems."""
-    options: dict[str, dict[str, Annotated[JsonValue, BeforeValidator(_number)]]] = Field(
+    options: dict[str, dict[str, Annotated[JsonValue, BeforeValidator(yaml_number)]]] = Field(
         default_factory=dict
     )
     """Options of the generators by name: {chain_sum: {max_terms: 3, size: 2000}}."""

@@ -78,6 +78,7 @@ def eval_row(
     return EvalRow(
         task=label,
         problem_id=problem.id,
+        question=problem.label,
         prompt=prompt,
         reference=problem.answer,
         grader=problem.grader,

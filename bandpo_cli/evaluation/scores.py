@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import comb, fsum
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtr, stdtrit
 
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.errors import ConfigError, excerpt
 from bandpo_cli.storage.tables import EvalRow
 from bandpo_cli.types import UNGRADED_VERDICTS
 
@@ -26,6 +26,7 @@ LEVEL = 0.95
 RESAMPLES = 10_000
 """Bootstrap resamples per interval."""
 _BATCH_VALUES = 4_000_000  # float64 values that a bootstrap holds in memory at a time, beside its input
+_QUESTION_CHARS = 120
 _ROUNDING = 1e-12  # relative; sums of the same numbers in another order differ by less
 
 
@@ -213,6 +214,7 @@ class Scores:
         metrics: mean over problems with its interval, by name (`mean_at_16`, `pass_at_4`, ...).
         by_problem: the value of each problem, by problem id and metric name.
         verdicts: number of completions per verdict, most frequent first.
+        questions: the beginning of each question, by problem id.
     """
 
     fewest: int
@@ -220,6 +222,7 @@ class Scores:
     metrics: dict[str, Interval]
     by_problem: dict[str, dict[str, float]]
     verdicts: dict[str, int]
+    questions: dict[str, str] = field(default_factory=dict)
 
     @property
     def completions(self) -> int:
@@ -245,6 +248,7 @@ class Scores:
             "completions_per_problem": [self.fewest, self.most],
             "metrics": {name: interval._asdict() for name, interval in self.metrics.items()},
             "verdicts": self.verdicts,
+            "questions": self.questions,
             "by_problem": self.by_problem,
         }
 
@@ -284,7 +288,8 @@ def score(label: str, rows: Iterable[EvalRow], k: Sequence[int]) -> Scores:
     names = list(next(iter(by_problem.values())))
     intervals = mean_intervals([[values[name] for values in by_problem.values()] for name in names])
     verdicts = dict(Counter(row["verdict"] for row in every_row).most_common())
-    return Scores(fewest, most, dict(zip(names, intervals, strict=True)), by_problem, verdicts)
+    questions = {id_: excerpt(rows_G[0]["question"], _QUESTION_CHARS) for id_, rows_G in problems.items()}
+    return Scores(fewest, most, dict(zip(names, intervals, strict=True)), by_problem, verdicts, questions)
 
 
 def metric_record(scores: Mapping[str, Scores], with_intervals: bool = False) -> dict[str, float]:

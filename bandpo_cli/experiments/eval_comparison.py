@@ -58,6 +58,7 @@ class Comparison:
         sign_test_p: two-sided p-value of the exact sign test of wins against losses; None where no problem differs.
         changed_problems: (id, value in A, value in B) of the problems whose share or mean reward differs, largest
             change first.
+        questions: the beginning of the question of each of these problems, by id.
     """
 
     shared: int
@@ -69,6 +70,7 @@ class Comparison:
     ties: int
     sign_test_p: float | None
     changed_problems: list[tuple[str, float, float]]
+    questions: Mapping[str, str]
 
     def as_json(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
@@ -82,7 +84,10 @@ class Comparison:
             "losses": self.losses,
             "ties": self.ties,
             "sign_test_p": self.sign_test_p,
-            "moved": [{"problem": id_, "a": a, "b": b} for id_, a, b in self.changed_problems],
+            "moved": [
+                {"problem": id_, "question": self.questions[id_], "a": a, "b": b}
+                for id_, a, b in self.changed_problems
+            ],
         }
 
 
@@ -211,7 +216,9 @@ def _compare_sets(
 
     # Problems that do not differ do not count.
     p = float(binomtest(wins, len(changed)).pvalue) if changed else None
-    return Comparison(*counts, metrics, wins, losses, ties, p, changed)
+    texts = record_b["sets"][label].get("questions", {})
+    questions = {id_: str(texts.get(id_, "")) for id_, *_ in changed}
+    return Comparison(*counts, metrics, wins, losses, ties, p, changed, questions)
 
 
 def _difference(name: str, a: Sequence[float], b: Sequence[float], margin: float) -> MetricDifference:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import CallbackBase, RunInfo, RunResult, StepReport
+from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import UserError, one_line
 from bandpo_cli.metric_names import PROFILER_PREFIX
+from bandpo_cli.registries import GRADERS, TEMPLATES
 from bandpo_cli.storage.files import step_name
 
 if TYPE_CHECKING:
@@ -35,12 +37,29 @@ _CRITERIA = {
 STEPS_WITHOUT_GRADIENT = 3
 """Steps in a row without a group of different rewards after which a run gives advice."""
 
+_MASKED_SHARES = (
+    "sampler/importance_masked_fraction",
+    "clip/off_policy_masked_fraction",
+    "clip/active_fraction",
+    "train/truncated_fraction",
+)
+"""Metrics that explain why a step has no gradient."""
+
 COMMON = 0.2
 """Share of completions, or of groups with a gradient, that decides whether advice mentions it; the console view flags
 truncated and unreadable completions from the same share on."""
 
+_LIVE_ENTROPY = 0.1
+"""Nats per token below which a policy is nearly deterministic, so that its entropy may change by any factor."""
+
+_DESTROYING_RATIO = 1000
+"""A ratio that no update of a usual size reaches: the log-prob of a token has changed by 7 nats within a step."""
+
 _SHORTEST_ANSWER = 256
 """Tokens that advice gives a completion at least: a worked answer to a school problem takes 100 to 300."""
+
+_FORM_MARKS = {"answer-line": "Answer:", "boxed": "\\boxed", "hashes": "####"}
+"""What the templates have in them that ask for a form of the answer."""
 
 _EXCERPT = 160
 """Characters of a completion that a warning quotes."""
@@ -61,7 +80,8 @@ class StepMonitor:
     ) -> None:
         self._stop_requested = stop_requested
         self._config, self._recent = config, deque(records, maxlen=config.stop.steps)
-        self._without_gradient, self._warned_of_calls = 0, False
+        self._without_gradient, self._warned_of_calls, self._warned_of_masks = 0, False, False
+        self._last, self._destroyed = [*self._recent], ""
         self.requested: str | None = None
         self.reason: str | None = None
 
@@ -69,12 +89,23 @@ class StepMonitor:
         """Add a step, and return the warnings about it, one line each; those that give advice come once."""
         record, sample, steps = report.record, report.sample, self._config.stop.steps
         self._recent.append(record)
+        self._last = [*self._last[-1:], record]
         warnings = []
+        if not self._destroyed and (cause := destroyed_policy(self._config, self._last)):
+            self._destroyed = cause
+            warnings.append(cause)
         if sample is not None and not self._warned_of_calls and _is_without_calls(self._config, record):
             self._warned_of_calls = True
             warnings.append(
                 f"no completion of step {report.step} called a tool; one of them: "
                 f"'{one_line(sample.text)[:_EXCERPT]}'; try a prompt that shows the model {_CALL}"
+            )
+        if not self._warned_of_masks and _is_all_masked(record):
+            self._warned_of_masks = True
+            shares = ", ".join(f"{name} {record[name]:.3g}" for name in _MASKED_SHARES if name in record)
+            warnings.append(
+                f"no token of step {report.step} has a gradient of the policy loss, although rewards differ "
+                f"({shares}); widen the limits of objective.importance, objective.off_policy_mask or the method"
             )
         if sample is not None and self._without_gradient < STEPS_WITHOUT_GRADIENT:
             is_uniform = record["train/uniform_group_fraction"] == 1
@@ -86,7 +117,8 @@ class StepMonitor:
                     f"nothing was learned in the last {STEPS_WITHOUT_GRADIENT} steps: the rewards of every group were "
                     f"equal (last step: {mean}, {100 * record['train/truncated_fraction']:.1f}% truncated, "
                     f"{100 * record['grade/malformed_fraction']:.1f}% without a readable answer); a completion: "
-                    f"'{one_line(sample.text)[:_EXCERPT]}'; try: {'; '.join(advice(self._config, record))}"
+                    f"'{one_line(sample.text)[:_EXCERPT]}'; "
+                    + (self._destroyed or f"try: {'; '.join(advice(self._config, record))}")
                 )
         return warnings + [
             f"{text}; the run ends after {steps} such steps"
@@ -98,6 +130,12 @@ class StepMonitor:
         """Return whether the run is to end now: by a criterion or a callback, which sets `reason`, or by a request."""
         self.reason = stop_reason(self._config, self._recent) or self.requested
         return self.reason is not None or (self._stop_requested is not None and self._stop_requested())
+
+
+def _is_all_masked(record: Record) -> bool:
+    """Return whether masks have removed the gradient of all tokens in a step with applied updates and an advantage."""
+    has_advantages = record.get("train/uniform_group_fraction", 1.0) < 1 and "optim/grad_norm" in record
+    return has_advantages and record.get("gradient/zero_fraction", 1.0) == 1
 
 
 def stop_reason(config: RunConfig, records: Sequence[Record]) -> str | None:
@@ -129,8 +167,44 @@ def _steps_beyond(config: RunConfig, records: Sequence[Record]) -> Iterator[tupl
             yield count, f"stop.{name} = {limit:g}: {beyond}, most recently {records[-1][metric]:.3g}{unit}"
 
 
+def destroyed_policy(config: RunConfig, records: Iterable[Record]) -> str | None:
+    """Return which learning rate has destroyed the policy, in which step and by which signs; None if none has.
+
+    The updates of a step change the entropy of the next one: to a tenth, or to that of noise. Signs of the step itself
+    are ratios above `_DESTROYING_RATIO` with many clipped tokens.
+    """
+    last, before = 0, 0.0
+    for record in records:
+        entropy = record.get("train/entropy")
+        alive = (
+            entropy is None or before < _LIVE_ENTROPY or before / 10 <= entropy <= max(3 * before, before + 2)
+        )
+        if not alive:
+            return _lower_rate(config, f"in step {last}, entropy {before:.3f} → {entropy:.3f} nats")
+        if _has_destroying_ratios(record):
+            shares = f"{record['clip/active_fraction']:.0%} of the tokens were clipped"
+            return _lower_rate(
+                config, f"in step {record['step']}, ratios up to {record['ratio/max']:,.0f}; {shares}"
+            )
+        last, before = record["step"], entropy or 0.0
+    return None
+
+
+def _has_destroying_ratios(metrics: Record) -> bool:
+    clipped, largest = metrics.get("clip/active_fraction") or 0.0, metrics.get("ratio/max") or 0.0
+    return clipped > COMMON and largest > _DESTROYING_RATIO
+
+
+def _lower_rate(config: RunConfig, where: str) -> str:
+    default = resolve([{"model": {"path": config.model.path}, "task": config.task.model_dump(mode="json")}])
+    lower = min(config.optim.lr / 10, default.optim.lr * (1 if config.model.lora is None else 10))
+    return f"lower optim.lr ({config.optim.lr:g}), for example to --lr {lower:g}: the policy was destroyed {where}"
+
+
 def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:
     """Return the settings to try by the metrics of a step, each with its reason, the most likely cause first."""
+    if cause := destroyed_policy(config, [{"step": 1, **metrics}]):
+        return [cause]
     truncated, unreadable = metrics["train/truncated_fraction"], metrics["grade/malformed_fraction"]
     useful, accuracy = 1 - metrics["train/uniform_group_fraction"], metrics["train/accuracy"]
     lines = []
@@ -145,7 +219,7 @@ def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:
     if unreadable > COMMON:
         form = "a model that knows the form of the answers, or another --task"
         if isinstance(config.task, DataTask):
-            form = "a prompt that asks for the form of the answer (--template), or another --grader"
+            form = _form_advice(config.task)
         lines.append(f"{form}, since {unreadable:.1%} have no readable answer")
     if _is_without_calls(config, metrics):
         lines.append(f"a prompt that shows the model {_CALL}, since no completion called a tool")
@@ -157,10 +231,20 @@ def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:
         lines.append(f"{problems}, or {samples}, since {accuracy:.1%} of the completions are correct")
     if (clipped := metrics.get("clip/active_fraction", 0.0)) > COMMON:
         lines.append(f"--lr {config.optim.lr / 2:g}, since {clipped:.1%} of the tokens are clipped")
-    if 0 < useful <= COMMON:
+    if 0 < useful <= COMMON and not config.sampling.dynamic:
         share = f"only {useful:.1%} of the groups have different rewards"
         lines.append(f"--set sampling.dynamic=true, which samples more groups in a step, since {share}")
     return lines
+
+
+def _form_advice(task: DataTask) -> str:
+    """Return what helps against unreadable answers: a template that asks for their form, unless the task has one."""
+    grader = task.answer_grader
+    entry = GRADERS.get(grader) if grader is not None else None
+    forms = (entry.templates if entry is not None else ()) or tuple(_FORM_MARKS)
+    if any(_FORM_MARKS[form] in TEMPLATES.get(task.template, task.template) for form in forms):
+        return "a model that keeps to the form that the prompt asks for, or another --grader"
+    return f"--template {forms[0]}, which asks for the form of the answer, or another --grader"
 
 
 def _is_without_calls(config: RunConfig, metrics: Mapping[str, float]) -> bool:

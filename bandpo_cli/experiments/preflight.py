@@ -7,14 +7,14 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from bandpo_cli.callbacks import Callback, TrainCallback
 from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent, check_engine, needs_answer
-from bandpo_cli.config.layers import Layer, read_layer, resolve
+from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig, dtype_on
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import add_code_folder, load_setting
@@ -61,6 +61,32 @@ log = logging.getLogger("bandpo_cli")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|gpt2(-medium|-large|-xl)?|distilgpt2")
 
 _MODELS = f"a Hugging Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
+
+_EXTREMES = (
+    # Weights of language models have a standard deviation of about 0.02, and AdamW moves them by up to lr per update.
+    (
+        "optim.lr",
+        0,
+        1e-3,
+        "reinforcement learning of all weights usually has 1e-7 to 1e-5, of small models up to 2e-4",
+    ),
+    ("optim.lr of adapters", 0, 1e-2, "reinforcement learning with LoRA usually has 1e-6 to 5e-4"),
+    ("optim.weight_decay", 0, 1, "usual are 0 to 0.1"),
+    (
+        "optim.updates",
+        1,
+        64,
+        "the last updates are far from the policy that sampled the batch; usual are 1 to 16",
+    ),
+    ("sampling.temperature", 0.1, 2, "low ones make the completions of a group equal, high ones make noise"),
+    ("evaluation.temperature", 0, 2, "the answers are noise; usual are 0 to 1"),
+    ("objective.reference_kl", 0, 1, "the penalty outweighs the reward; usual are 0 to 0.1"),
+    ("objective.entropy_bonus", 0, 0.1, "the bonus outweighs the reward, up to noise; usual are 0 to 0.01"),
+)
+"""Settings with the least and the largest value that no warning is about, and the reason or the usual values.
+
+The usual values are those of public recipes: TRL, verl, DAPO, Dr. GRPO, and "LoRA Without Regret" for adapters.
+"""
 
 _FEW_HELDOUT = 10
 """Evaluation sets with fewer problems are warned about: one problem moves their accuracy by more than a tenth, which is
@@ -213,9 +239,33 @@ def problems_by_grader(
     return {name: graded for name, graded in pairs if graded}
 
 
+def extreme_settings(config: RunConfig) -> Iterator[str]:
+    """Yield a warning for each of `_EXTREMES`, and for an interval of ratios that a token of p = 0.5 never leaves."""
+    import numpy as np
+
+    values = flatten(config.model_dump())
+    if config.model.lora is not None:
+        values["optim.lr of adapters"] = values.pop("optim.lr")
+    for key, least, most, reason in _EXTREMES:
+        if not least <= (value := values.get(key, least)) <= most:
+            limit = f"below {least:g}" if value < least else f"above {most:g}"
+            yield f"{key} = {value:g} is extreme, {limit}: {reason}"
+    bounds, method = config.bounds, METHODS[config.bounds.method]
+    if method.control or method.without_bounds or isinstance(bounds, CustomSettings):
+        return
+    usual, chosen = (settings.ratio_bounds()(np.log([0.5])) for settings in (bounds.published(), bounds))
+    low, high = (float(end[0]) for end in chosen)
+    if usual[1] < 2 <= high:  # the ratio of a token cannot exceed 1/p
+        pairs = zip(vars(bounds).items(), vars(bounds.published()).values(), strict=True)
+        changed = ", ".join(f"bounds.{name} = {value}" for (name, value), other in pairs if value != other)
+        clipped = "nothing is clipped" if low < 0.02 else "no increase is clipped"
+        interval = f"for p = 0.5 the interval of ratios is [{low:.3g}, {high:.3g}], and the ratio at most 2"
+        yield f"{changed}: {interval}, so that {clipped}"
+
+
 def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
-    """Return warnings about settings without an effect, checkpoints that cannot be compared, and few problems."""
-    warnings = []
+    """Return warnings about extreme settings and settings without an effect, checkpoints, and few problems."""
+    warnings = [*extreme_settings(config)]
     method, engine = METHODS[config.bounds.method], ENGINES.get(config.sampling.engine)
     updates, last = config.optim.updates, config.steps
     # Before torch is imported it is not known whether there is a GPU, where the dtype `auto` is bfloat16.

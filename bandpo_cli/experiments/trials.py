@@ -5,7 +5,7 @@ Nothing is written, and MLflow receives nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -34,7 +34,10 @@ _ANSWER_FORMS = {"answer-line": "Answer: {}", "boxed": "\\boxed{{{}}}", "hashes"
 """Final answers as the templates ask for them."""
 
 PROBLEMS = 32
-"""Problems that are sampled, rounded to a multiple of `optim.updates`."""
+"""Problems that a probe samples."""
+
+PART = 4
+"""Problems of a probe after which it reports the time that the others take."""
 
 TRIAL_TOKENS = 8192
 """Completion tokens of the trial step, if one group per update has no more: the updates of larger models take a minute
@@ -151,15 +154,24 @@ class ProbeReport:
     run_seconds: float
 
 
-def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
+def probe(
+    plan: Plan,
+    callbacks: Sequence[TrainCallback] = (),
+    size: int = PROBLEMS,
+    on_progress: Callable[[int, int, float], None] = lambda *_: None,
+) -> ProbeReport:
     """Sample and grade completions of the untrained model, and measure a trial step; the errors are those of `train`.
 
     The trial step has the updates of a step of the run at the full learning rate, on a part of the groups, first those
     whose rewards differ. The weights that it changes are in memory only. `callbacks` receive the event `phase`.
+
+    `size` is the number of problems, rounded to a multiple of `optim.updates`. `on_progress` receives after each part
+    the numbers of problems that are sampled and graded, and of all, and the seconds that the others take by the last
+    part: the engine of the trainer samples `PART` problems at a time, another one these and then all others.
     """
     run, updates, task = plan.pinned, plan.config.optim.updates, plan.task
     assert task is not None  # only a resume can be without problems
-    problems = min(PROBLEMS, len(task.train_problems()))
+    problems = min(size, len(task.train_problems()))
     values = {
         "sampling.prompts": max(1, problems // updates) * updates,
         "sampling.dynamic": False,
@@ -180,8 +192,14 @@ def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
         from bandpo_cli.training.update import update_policy
 
         policy, timer = components.policy, StepTimer(events.phase)
+        groups: list[Group] = []
         with RolloutBatches(config, components) as batches:
-            groups = batches.take(1, timer).groups
+            while (left := config.sampling.prompts - len(groups)) > 0:
+                count = left if groups and components.sampler.streams else min(PART, left)
+                start = timer.seconds("sample", "grade")
+                groups += batches.take_part(1, len(groups), count, timer)
+                seconds = (timer.seconds("sample", "grade") - start) / count * (left - count)
+                on_progress(len(groups), config.sampling.prompts, seconds)
         metrics = rollout_metrics(groups)
         useful = round((1 - metrics["train/uniform_group_fraction"]) * len(groups))
         tokens = metrics["train/response_length"] * run.sampling.samples * updates
@@ -205,5 +223,5 @@ def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
     evaluations = sum(run.evaluation.is_due(step, run.steps) for step in range(run.steps + 1))
     heldout = sum(len(items[: run.evaluation.problems]) for items in task.heldout_sets().values())
     evaluating = evaluations * heldout * per_prompt * run.evaluation.samples / run.sampling.samples
-    seconds = sampling, updating, run.steps * (sampling + (updating or 0.0)) + evaluating
-    return ProbeReport(groups, metrics, tried, *seconds)
+    times = sampling, updating, run.steps * (sampling + (updating or 0.0)) + evaluating
+    return ProbeReport(groups, metrics, tried, *times)

@@ -1,29 +1,37 @@
-"""Folder of an experiment for verl: data files, run.sh, reward.py, README.md, and values in the syntax of Hydra.
+"""Folder of an experiment for verl: data files, run.sh, reward function, README.md, values in the syntax of Hydra.
 
 A row of the data files has verl's columns: `data_source`, `prompt`, `ability`, `reward_model` and `extra_info`. The
-complete problem is in `extra_info.problem` as JSON, which `exports.verl_reward` reads back.
+complete problem is in `extra_info.problem` as JSON, which `RewardFunction` reads back. verl's processes import this
+module for it, which needs neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import shlex
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from bandpo_cli.config.layers import flatten
+from bandpo_cli.config.layers import flatten, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.exports.verl_settings import RULES, InFolder, Overrides, tokens_per_micro_batch
+from bandpo_cli.grading.pool import GraderPool, grade_components
 from bandpo_cli.storage.files import write_json
-from bandpo_cli.types import Message, Problem
+from bandpo_cli.types import Grade, Message, Problem
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+log = logging.getLogger("bandpo_cli")
 
 VERL_VERSION = "0.9.1"
 """The version whose settings, defaults and losses the export is written for."""
@@ -99,7 +107,7 @@ REWARD_MODULE = '''"""Reward function of this experiment: the graders and reward
 
 from pathlib import Path
 
-from bandpo_cli.exports.verl_reward import load_reward_function
+from bandpo_cli.exports.verl_files import load_reward_function
 
 compute_score = load_reward_function(Path(__file__).with_name("config.yaml"))
 '''
@@ -239,3 +247,57 @@ def problem_from_json(text: str) -> Problem:
     if not isinstance(fields["prompt"], str):
         fields["prompt"] = tuple(Message(role, content) for role, content in fields["prompt"])
     return Problem(**fields)
+
+
+class RewardFunction:
+    """The rewards of a configuration as verl's `compute_score`, for any number of calling threads.
+
+    verl calls it once per completion, from many threads, while a grader pool takes many completions and one caller. The
+    first of the waiting calls therefore grades all of them.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Create the function without spawning a worker process."""
+        self._reward, self._components = config.reward, config.task.rewards or ()
+        self._pool = GraderPool(config.grading)
+        self._pool_lock = threading.Lock()
+        self._waiting: SimpleQueue[tuple[Problem, str, Future[Grade]]] = SimpleQueue()
+        self._reported: set[str] = set()
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any], **_: Any
+    ) -> dict[str, float]:
+        """Return `score`, the reward without the penalty for long completions, and `acc`, 1 for a correct answer.
+
+        `extra_info` is that of a row of `problem_table`, which has the complete problem.
+        """
+        result: Future[Grade] = Future()
+        self._waiting.put((problem_from_json(extra_info["problem"]), solution_str, result))
+        with self._pool_lock:
+            if not result.done():  # else another thread has graded the completion meanwhile
+                self._grade_waiting()
+        grade, reward = result.result(), self._reward
+        score = reward.wrong + (reward.correct - reward.wrong) * grade.reward
+        return {"score": score, "acc": float(grade.correct)}
+
+    def _grade_waiting(self) -> None:
+        """Grade all waiting completions and set their results; an error is raised in every thread that waits."""
+        batch = [self._waiting.get() for _ in range(self._waiting.qsize())]
+        problems, texts, results = zip(*batch, strict=True)
+        try:
+            grades = grade_components(self._pool.grade, self._components, problems, texts)
+        except Exception as error:  # noqa: BLE001 - each waiting thread raises it
+            for result in results:
+                result.set_exception(error)
+            return
+        for result, grade in zip(results, grades, strict=True):
+            result.set_result(grade)
+        for name, message in self._pool.errors.items():
+            if name not in self._reported:
+                self._reported.add(name)
+                log.warning("grader '%s' failed on an answer, which counts as wrong: %s", name, message)
+
+
+def load_reward_function(config_file: str | Path) -> RewardFunction:
+    """Return the reward function of a configuration file, such as the config.yaml of an exported folder."""
+    return RewardFunction(resolve([read_layer(Path(config_file))]))

@@ -27,6 +27,7 @@ class MethodEntry(Entry):
         trust_region: the method has a divergence and a radius, so it is compared by them and not by its name alone.
         named_by_region: in names of variants, divergence and radius stand for the method: `kl 0.05`.
         bounded: the upper bound is finite, so that a Band can match it.
+        by_position: it has an interval that depends on the position of the token in its completion.
         differs_at_ratio_one: its gradient differs from the gradient of the other methods also in the first update of a
             batch, where every ratio is 1.
         control: the plain policy gradient, without an effect of its own.
@@ -39,10 +40,16 @@ class MethodEntry(Entry):
     trust_region: bool = False
     named_by_region: bool = False
     bounded: bool = True
+    by_position: bool = False
     differs_at_ratio_one: bool = False
     control: bool = False
     aliases: tuple[str, ...] = ()
     loss: str = ""
+
+    @property
+    def comparable(self) -> bool:
+        """Whether `bandpo bounds` shows its intervals by its name; the Band has the names of its divergences."""
+        return not self.named_by_region and (self.by_position or not self.without_bounds)
 
 
 # fmt: off
@@ -59,6 +66,7 @@ METHODS = Registry("method", [
                 "arXiv 2503.14476"),
     MethodEntry("dcpo", "bounds that widen as the token gets rarer", f"{_INTERVALS}:DcpoSettings", "arXiv 2509.02333"),
     MethodEntry("ripo", "bounds that keep p·(r − 1)² constant", f"{_INTERVALS}:RipoSettings", "arXiv 2607.10169"),
+    MethodEntry("atr", "the interval with r − 1 − log r ≤ δ", f"{_INTERVALS}:AtrSettings", "arXiv 2602.05494"),
     MethodEntry("none", "no clipping", f"{_INTERVALS}:NoClipSettings", bounded=False, control=True),
     MethodEntry("dppo", "a mask outside a binary trust region", f"{_MASKS}:DppoSettings", "arXiv 2602.04879",
                 trust_region=True, bounded=False),
@@ -75,6 +83,9 @@ METHODS = Registry("method", [
     MethodEntry("gapo", "gspo, wider for correct completions of harder problems", f"{_COMPLETIONS}:GapoSettings",
                 "arXiv 2609.00444", _RATIO_OF_COMPLETION),
     MethodEntry("gmpo", "the geometric mean of clipped ratios", f"{_COMPLETIONS}:GmpoSettings", "arXiv 2507.20673"),
+    MethodEntry("ctpo", "the clipped product of the ratios up to a token", f"{_COMPLETIONS}:CtpoSettings",
+                "arXiv 2605.07331", "it clips the product of the ratios up to a token, by the position of the token",
+                bounded=False, by_position=True),
     MethodEntry("ce-gppo", "a scaled gradient for clipped tokens", f"{_WEIGHTS}:CeGppoSettings", "arXiv 2509.20712",
                 "tokens outside its interval keep a scaled gradient"),
     MethodEntry("aspo", "inverse ratios for positive advantages", f"{_WEIGHTS}:AspoSettings", "arXiv 2510.06062"),

@@ -1,4 +1,4 @@
-"""The methods that are an interval of ratios: the Band, clip, clip-higher, DCPO, RIPO, and no clipping.
+"""The methods that are an interval of ratios: the Band, clip, clip-higher, DCPO, RIPO, ATR, and no clipping.
 
 Their loss is `methods.loss.IntervalLoss`: a ratio outside its interval loses its gradient there.
 """
@@ -111,6 +111,31 @@ class RipoSettings(MethodSettings):
             return xp.clip(1.0 - width, self.min_ratio, None), xp.clip(1.0 + width, None, self.max_ratio)
 
         return bounds_of_probability(ends)
+
+
+class AtrSettings(MethodSettings):
+    """The ratios whose k3 estimate r − 1 − log r is at most δ, the same for every probability (arXiv 2602.05494)."""
+
+    text = "ATR: ratio with r − 1 − log r ≤ {s.delta:g}, for tokens of any probability"
+    method: Literal["atr"] = "atr"
+    delta: Positive = 0.05
+    """The largest k3 estimate, in nats. The default is the radius of the Band, and not a value of the paper."""
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Both ends of the interval, −W₀ and −W₋₁ of −e^(−1−δ), by Newton's method in t = log r.
+
+        h(t) = e^t − 1 − t is convex and exceeds δ at both starts, so the steps converge from one side.
+        """
+        roots = []
+        for t in (-1.0 - self.delta, math.log1p(self.delta + math.sqrt(2.0 * self.delta))):
+            for _ in range(50):
+                t -= (math.expm1(t) - t - self.delta) / math.expm1(t)
+            roots.append(math.exp(t))
+        return roots[0], roots[1]
+
+    def ratio_bounds(self) -> BoundsFunction:
+        return fixed_bounds(*self.ends)
 
 
 class NoClipSettings(MethodSettings):

@@ -1,4 +1,4 @@
-"""The methods with a ratio of the completion: GSPO, LUSPO, GAPO, GMPO, TOPR, VESPO.
+"""The methods with a ratio of the completion: GSPO, LUSPO, GAPO, GMPO, CTPO, TOPR, VESPO.
 
 A token that the importance correction masks (weight 0) has no part in the means and products of its completion, as in
 verl, which removes such tokens from the response mask before the loss is computed. The value of a completion has no
@@ -18,6 +18,7 @@ from bandpo_cli.methods.loss import (
     by_sign,
     clipped_losses,
     log_ratio,
+    sequence_cumsum,
     sequence_index,
     sequence_sum,
 )
@@ -30,10 +31,15 @@ if TYPE_CHECKING:
     from bandpo_cli.methods.loss import Bound, LossBatch
 
 
+def without_masked(values: Tensor, batch: LossBatch) -> Tensor:
+    """Return `values` [n], and 0 for tokens with an importance weight of 0."""
+    weights = batch.importance_weights
+    return values if weights is None else values.where(weights != 0, 0.0)
+
+
 def completion_sum(values: Tensor, batch: LossBatch) -> Tensor:
     """Return the sum of `values` [n] over the tokens of each completion that have an importance weight above 0, [s]."""
-    weights = batch.importance_weights
-    return sequence_sum(values if weights is None else values.where(weights != 0, 0.0), batch.lengths)
+    return sequence_sum(without_masked(values, batch), batch.lengths)
 
 
 def completion_mean(values: Tensor, batch: LossBatch) -> Tensor:
@@ -164,6 +170,50 @@ class GmpoSettings(MethodSettings):
         clipped = log_r.clamp(max=high).where(batch.advantages > 0, log_r.clamp(min=low))
         means = completion_mean(clipped.detach(), batch)
         return -batch.advantages * (means + (clipped - clipped.detach())).exp()
+
+
+POSITIONS = (1, 10, 100, 1000)
+"""Positions in a completion at which `bandpo bounds --compare ctpo` shows the interval."""
+
+
+class CtpoSettings(MethodSettings):
+    """An interval of the product of the ratios up to each token, wider for later tokens (CTPO, arXiv 2605.07331)."""
+
+    text = (
+        "CTPO: product of the ratios up to token t in [e^(−{s.log_eps_low:g}·√t), e^({s.log_eps_high:g}·√t)]"
+    )
+    method: Literal["ctpo"] = "ctpo"
+    log_eps_low: Positive = 0.025
+    log_eps_high: Positive = 0.05
+    """The interval of the log product up to token t is [−log_eps_low·√t, log_eps_high·√t]."""
+    log_dual_clip: Positive = 0.05
+    """For a negative advantage a, the loss of token t never exceeds −a·e^(log_dual_clip·√t)."""
+
+    def interval_curves(self) -> dict[str, BoundsFunction]:
+        """Return the interval at some positions."""
+        ends = {t: (-self.log_eps_low * math.sqrt(t), self.log_eps_high * math.sqrt(t)) for t in POSITIONS}
+        return {f"ctpo t={t}": fixed_bounds(math.exp(low), math.exp(high)) for t, (low, high) in ends.items()}
+
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return −min(ρ·a, clamp(ρ, e^(−ε₋√t), e^(ε₊√t))·a), for a < 0 at most −a·e^(c√t) (CTPO, arXiv 2605.07331).
+
+        ρ_t is the product of the ratios of the tokens 1 to t of the completion, of which the tokens before t have no
+        gradient: exp(sg(c_t) + log π − sg(log π)), c_t = Σ_{j≤t} log r_j. The variance of c_t grows in proportion to t.
+        Masked tokens are neither in the sums nor counted in t.
+
+        Source: horizon-llm/CTPO, verl/trainer/ppo/core_algos.py, `_compute_policy_loss_cum_token_la_impl` with
+        `cumprod` and `la_power` 0.5, its script's setting; log r is limited to ±20 and log ρ to 10, as there.
+        """
+        log_r = without_masked(log_ratio(logprobs.detach(), batch.old_logprobs), batch)
+        counts = sequence_cumsum(without_masked(logprobs.new_ones(logprobs.shape), batch), batch.lengths)
+        log_products = sequence_cumsum(log_r, batch.lengths) + (logprobs - logprobs.detach())
+        products = log_products.clamp(max=10.0).exp().to(logprobs.dtype)
+        low, high, most = (
+            (scale * counts.sqrt()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().to(logprobs.dtype)
+            for scale in (-self.log_eps_low, self.log_eps_high, self.log_dual_clip)
+        )
+        losses = clipped_losses(products, batch.advantages, low, high)
+        return losses.minimum(-most * batch.advantages).where(batch.advantages < 0, losses)
 
 
 class ToprSettings(MethodSettings):

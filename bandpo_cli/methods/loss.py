@@ -59,6 +59,7 @@ class LossBatch:
         ref_logprobs: [N] float32, log π_reference(token), nats; None without a reference model.
         wrong_peers: [S] float32, for a correct completion the share of the other completions of its group that are not
             correct, 0 for the others; None where the completions come in no groups.
+        sampler_logprobs: [N] float32, log μ(token) as the sampler reported it, nats; None for `old_logprobs`.
     """
 
     lengths: Tensor
@@ -68,6 +69,12 @@ class LossBatch:
     importance_weights: Tensor | None = None
     ref_logprobs: Tensor | None = None
     wrong_peers: Tensor | None = None
+    sampler_logprobs: Tensor | None = None
+
+    @property
+    def sampled_logprobs(self) -> Tensor:
+        """Log-probs under the policy that sampled the tokens, [N]."""
+        return self.old_logprobs if self.sampler_logprobs is None else self.sampler_logprobs
 
     def ratios(self, logprobs: Tensor) -> Tensor:
         """Return π/π_old for the log-probs of π, [N], with their gradient."""
@@ -227,6 +234,16 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """Return the sum of `values` [n] over the tokens of each completion, [s], with gradient."""
     return values.new_zeros(len(lengths)).index_add(0, sequence_index(lengths), values)
+
+
+def sequence_cumsum(values: Tensor, lengths: Tensor) -> Tensor:
+    """Return the sum of `values` [n] from the first token of the completion up to each token, float64 [n].
+
+    In float64 the sums do not depend on the completions before in the micro-batch.
+    """
+    values = values.double()
+    sums, starts = values.cumsum(0), lengths.cumsum(0) - lengths
+    return sums - (sums - values)[starts][sequence_index(lengths)]
 
 
 def sequence_index(lengths: Tensor) -> Tensor:

@@ -106,6 +106,10 @@ class MethodSettings(TaggedSection):
         """
         raise ConfigError(f"{self.method} has no interval of ratios: {self.entry.without_bounds}")
 
+    def interval_curves(self) -> dict[str, BoundsFunction]:
+        """Return the intervals that `bandpo bounds --compare` shows, by label."""
+        return {self.method: self.ratio_bounds()}
+
     def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return the values per token that `token_losses` needs; see `PolicyLoss.prepare`."""
         return {}
@@ -176,6 +180,9 @@ class TrustRegionSettings(MethodSettings):
         """Return the trust region without its radius, as names of variants have it: `kl`, `dppo kl`."""
         return self.divergence if self.entry.named_by_region else f"{self.method} {self.divergence}"
 
+    def interval_curves(self) -> dict[str, BoundsFunction]:
+        return {self.region(): self.ratio_bounds()}
+
     @property
     def radius(self) -> str:
         """The radius, and its schedule where it has one: `δ = 0.2 → 0.02 (linear over the run)`."""
@@ -237,13 +244,6 @@ class IntervalSettings(MethodSettings):
         return fixed_bounds(*self.ends)
 
 
-def bounded_methods() -> dict[str, MethodSettings]:
-    """Return the default settings of each method that is an interval of ratios, apart from the Band itself.
-
-    The Band is described by divergence and radius, and not by its name.
-    """
-    return {
-        name: load_attribute(entry.settings)()
-        for name, entry in METHODS.items()
-        if not entry.without_bounds and not entry.named_by_region
-    }
+def comparable_methods() -> dict[str, MethodSettings]:
+    """Return the default settings of each method whose interval a Band can be compared with."""
+    return {name: load_attribute(entry.settings)() for name, entry in METHODS.items() if entry.comparable}

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bandpo_cli.bounds.arrays import namespace
 from bandpo_cli.bounds.band import logprob_bounds
 from bandpo_cli.bounds.intervals import BoundsFunction
-from bandpo_cli.methods.loss import masked_losses, sequence_index
+from bandpo_cli.methods.loss import masked_losses, sequence_cumsum, sequence_index
 from bandpo_cli.methods.settings import MethodSettings, TrustRegionSettings
 from bandpo_cli.settings_validation import Positive
 
@@ -113,18 +112,13 @@ class CppoSettings(MethodSettings):
         return masked_losses(logprobs, batch, outside, self.max_weight)
 
     def is_outside(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        """Return whether each token exceeds its threshold, bool [n].
-
-        Sums are float64, so that they do not depend on the completions before in the micro-batch.
-        """
+        """Return whether each token exceeds its threshold, bool [n]."""
         lengths, index, delta = batch.lengths, sequence_index(batch.lengths), self.delta
-        starts = lengths.cumsum(0) - lengths
-        position: Tensor = namespace(index).arange(len(index), device=index.device) - starts[index]
+        position = sequence_cumsum(index.new_ones(index.shape), lengths) - 1
         slope = (1.0 - self.last_weight) / (lengths - 1).clamp(min=1).double()[index]
         changes = (logprobs.exp() - batch.old_logprobs.exp()).abs().double()
         weighted = (1.0 - slope * position) * changes
-        total_before = weighted.cumsum(0) - weighted
-        spent = total_before - total_before[starts][index]
+        spent = sequence_cumsum(weighted, lengths) - weighted
         weights_before = position - slope * position * (position - 1) / 2
         floor = self.prefix_delta
         budget = sequence_quantile(changes, lengths, BUDGET_QUANTILE).clamp(floor, BUDGET_RANGE * floor)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bandpo_cli.methods.loss import LossBatch, PolicyLoss, log_ratio
+from bandpo_cli.methods.loss import LossBatch, PolicyLoss, log_ratio, sequence_index, sequence_sum
 
 
 @dataclass(frozen=True)
@@ -34,40 +34,61 @@ def policy_objective(
     logprobs: Tensor,
     batch: LossBatch,
     weights: Tensor,
-    reference_kl: float = 0.0,
     entropy: Tensor | None = None,
 ) -> LossOutputs:
-    """Return Σ weight·(loss + reference_kl·k3) − bonus of a micro-batch, with its gradients.
+    """Return Σ weight·(keep·loss + reference_kl·k3 + drift_penalty·log²r) − bonus of a micro-batch, with its gradients.
 
+    keep is 0 for the completions that `objective.off_policy_mask` drops. The penalties apply to them, as in TRL 1.16.
     The gradient is computed here, and not by a backward pass through the model, so that the part of the method alone
     is known per token. A token with the weight 0 has no gradient, even where the loss of another token depends on it.
 
     Args:
         logprobs: [n] float32, log π(token) under the policy being updated, nats.
         weights: [n], weight of the token in the update's loss (`AGGREGATIONS`), without its importance weight.
-        reference_kl: coefficient of the k3 estimate of KL(π‖π_reference); used if `ref_logprobs` is given.
         entropy: [n], entropy of the distribution of each token, nats. The bonus is `objective.entropy_bonus` times its
             sum with `weights`, as in verl; None without a bonus.
     """
-    entropy_gradient = -loss.objective.entropy_bonus * weights
+    objective = loss.objective
+    entropy_gradient = -objective.entropy_bonus * weights
     if batch.importance_weights is not None:
         weights = weights * batch.importance_weights
     logprobs = logprobs.detach().requires_grad_()
-    policy_part = (weights * loss.token_losses(logprobs, batch)).sum()
+    policy_weights = weights
+    if objective.off_policy_mask is not None:
+        dropped = off_policy_tokens(logprobs, batch, objective.off_policy_mask)
+        policy_weights = weights.masked_fill(dropped, 0.0)
+    policy_part = (policy_weights * loss.token_losses(logprobs, batch)).sum()
     (policy_gradient,) = torch.autograd.grad(policy_part, logprobs)
     # A custom loss may couple the tokens of a completion.
-    policy_gradient = policy_gradient.where(weights != 0, 0.0)
-    total, gradient = policy_part, policy_gradient
+    policy_gradient = policy_gradient.where(policy_weights != 0, 0.0)
+    total, gradient, penalties = policy_part, policy_gradient, []
     if batch.ref_logprobs is not None:
-        penalty = reference_kl * (weights * k3(logprobs, batch.ref_logprobs)).sum()
-        (penalty_gradient,) = torch.autograd.grad(penalty, logprobs)
-        total, gradient = total + penalty, gradient + penalty_gradient
+        factor = batch.ratios(logprobs) if objective.reference_kl_estimator == "unbiased" else 1.0
+        penalties.append(objective.reference_kl * factor * k3(logprobs, batch.ref_logprobs))
+    if objective.drift_penalty:
+        penalties.append(objective.drift_penalty * log_ratio(logprobs, batch.old_logprobs).square())
+    for penalty in penalties:
+        weighted = (weights * penalty).sum()
+        (penalty_gradient,) = torch.autograd.grad(weighted, logprobs)
+        total, gradient = total + weighted, gradient + penalty_gradient
     if entropy is not None:
         total = total + (entropy_gradient * entropy.detach()).sum()
-    scale = -weights * batch.advantages
+    scale = -policy_weights * batch.advantages
     gradient_weights = torch.where(scale == 0, 0.0, policy_gradient / scale)
     ratios = batch.ratios(logprobs).detach()
     return LossOutputs(total.detach(), gradient, ratios, gradient_weights, entropy_gradient)
+
+
+def off_policy_tokens(logprobs: Tensor, batch: LossBatch, threshold: float) -> Tensor:
+    """Return whether each token's completion has a < 0 and mean(log μ − log π) > threshold, bool [n].
+
+    The mean is over the tokens of the completion, and μ is the policy that sampled them as the sampler reported it, so
+    that it includes stale weights and the gap between the engines.
+
+    Source: DeepSeek-V3.2, arXiv 2512.02556, equation 9; equal to `get_off_policy_mask` of TRL 1.16.
+    """
+    sums = sequence_sum(batch.sampled_logprobs - logprobs.detach(), batch.lengths)
+    return (batch.advantages < 0) & (sums / batch.lengths > threshold)[sequence_index(batch.lengths)]
 
 
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:

@@ -19,12 +19,12 @@ from bandpo_cli.bounds import RatioBounds, band_bounds
 from bandpo_cli.bounds.band import saturation
 from bandpo_cli.bounds.divergences_and_closed_forms import find_divergence
 from bandpo_cli.errors import UserError
-from bandpo_cli.methods.settings import CustomSettings, TrustRegionSettings, bounded_methods
+from bandpo_cli.methods.settings import CustomSettings, TrustRegionSettings, comparable_methods
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PEERS = bounded_methods()
+PEERS = comparable_methods()
 """Methods that a Band can be compared with, at their published settings."""
 
 _SMALLEST_P, _RATIO_FLOOR, _RATIO_CEILING = 1e-4, 1e-2, 1e3
@@ -81,22 +81,23 @@ def band_rows(probs: Sequence[float], name: str, delta: float, max_ratio: float 
 
 
 def method_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
-    """Return one row per probability for a method with an interval, which may be a custom one."""
-    label, delta, bounds = _peer(name, probs)
+    """Return one row per probability and interval of a method, which may be a custom one."""
     rows = []
-    for prob, low, high in zip(probs, *(end.tolist() for end in bounds), strict=True):
-        ends = low, high, prob * low, min(prob * high, 1.0)
-        rows.append(IntervalRow(prob, label, delta, *ends, low <= 0.0, high * prob >= 1.0))
+    for label, delta, bounds in _peer_curves(name, probs):
+        for prob, low, high in zip(probs, *(end.tolist() for end in bounds), strict=True):
+            ends = low, high, prob * low, min(prob * high, 1.0)
+            rows.append(IntervalRow(prob, label, delta, *ends, low <= 0.0, high * prob >= 1.0))
     return rows
 
 
-def _peer(name: str, probs: Sequence[float] | np.ndarray) -> tuple[str, float | None, RatioBounds]:
-    """Return label, radius and bounds of a method, or of a custom function."""
+def _peer_curves(
+    name: str, probs: Sequence[float] | np.ndarray
+) -> list[tuple[str, float | None, RatioBounds]]:
+    """Return label, radius and bounds of each interval of a method, or of a custom function."""
     settings = PEERS.get(name) or CustomSettings(method=name)
-    bounds = settings.ratio_bounds()(np.log(probs))
-    if isinstance(settings, TrustRegionSettings):
-        return settings.region(), settings.delta, bounds
-    return settings.method, None, bounds
+    delta = settings.delta if isinstance(settings, TrustRegionSettings) else None
+    curves = settings.interval_curves().items()
+    return [(label, delta, bounds(np.log(probs))) for label, bounds in curves]
 
 
 def as_json(rows: Sequence[IntervalRow]) -> str:
@@ -147,9 +148,14 @@ def plot_intervals(
                 (f"{name} δ={delta:g}", bounds, {"color": color, "linestyle": dash, "linewidth": 1.9})
             )
     for dash, name in zip(cycle(_DASHES[1:]), peers, strict=False):
-        line = {"color": style.MUTED_COLOR, "linestyle": dash, "linewidth": 1.9}
-        label, _, bounds = _peer(name, p)
-        curves.append((label, bounds, line))
+        for number, (label, _, bounds) in enumerate(_peer_curves(name, p)):
+            line = {
+                "color": style.MUTED_COLOR,
+                "linestyle": dash,
+                "linewidth": 1.9,
+                "alpha": 1 - 0.22 * number,
+            }
+            curves.append((label, bounds, line))
     title = "Allowed ratio and probability change of a token"
     subtitle = "old probability p, new probability r·p; grey: outside the simplex"
     figure, (ratios, changes) = style.new_figure(title, subtitle, panels=2)

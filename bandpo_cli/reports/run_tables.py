@@ -265,10 +265,7 @@ def _check_finished(folder: Path, last: int, steps: Any, axis: Axis) -> None:
     A run that has reached a budget is finished on any axis but steps.
     """
     of_steps = f"step {last} of {steps}" if isinstance(steps, int) else f"step {last}"
-    try:
-        summary = read_summary(folder)
-    except UserError:
-        raise UserError("damaged: summary.json is not readable") from None
+    summary = read_summary(folder)
     if summary is None:
         raise UserError(f"not finished: {of_steps}, no summary.json")
     if summary.status != "FINISHED":

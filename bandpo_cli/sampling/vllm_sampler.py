@@ -43,6 +43,7 @@ from bandpo_cli.sampling.tool_calls import StopStrings
 from bandpo_cli.sampling.vllm_worker import (
     ComparedWeights,
     Weights,
+    as_numbers,
     engine_threads,
     prepare_environment,
     preserve_process_group,
@@ -66,6 +67,8 @@ UNESTIMATED_FRACTION = 0.5
 """vLLM's share of a GPU where `sampling.vllm.memory_fraction` is null and the memory of the model is not estimated."""
 CPU_CACHE_BLOCK = 32
 """Tokens per block of the key-value cache on a CPU (vLLM's default is 128): prompts share only complete blocks."""
+VLLM_LARGEST_GRAPH = 512
+"""Sequences up to which vLLM 0.32 captures CUDA graphs by default; larger batches run without a graph."""
 MAX_QUEUED = 8192
 """Completions in the engine's queue beyond which no request is added: more than an engine decodes at a time."""
 
@@ -90,7 +93,7 @@ class VllmSampler(Sampler):
         """
         own = None if isinstance(policy, EngineModel) else policy
         ranks = SINGLE if own is None else own.ranks
-        self._settings, self._version, self._asleep = config.vllm, 0, False
+        self._settings, self._version, self._asleep, self._has_woken = config.vllm, 0, False, False
         self._sleeps = config.vllm.sleep and policy.device.type == "cuda"
         # The group of the ranks stays; one that the engine creates ends with it.
         self._preserve_group = preserve_process_group if dist.is_initialized() else nullcontext
@@ -200,10 +203,11 @@ class VllmSampler(Sampler):
     def load(self, weights: Weights, version: int, model: PreTrainedModel | None = None) -> None:
         """Load the weights, clear the cache of the old ones, and check them; see `Sampler`.
 
-        The check is complete where `SyncCheck.scheduled` says so, and after sleep: it compares tensors, and with the
-        policy's model also log-probs. Every sync checks that all weights were loaded, and the version.
+        The check is complete where `SyncCheck.scheduled` says so, and after the first sleep: it compares tensors, and
+        with the policy's model also log-probs. Every sync checks that all weights were loaded, and the version.
         """
-        with self.check.scheduled(always=self._asleep) as is_complete:
+        with self.check.scheduled(always=self._asleep and not self._has_woken) as is_complete:
+            self._has_woken |= self._asleep
             compared = ComparedWeights(weights, self._settings.tensor_parallel)
             self._transfer(compared if is_complete else weights, version)
             self._compare_tensors(compared, version)
@@ -264,11 +268,11 @@ class VllmSampler(Sampler):
         leave it out. The log-probs of the first sync show whether it was loaded, as the engine starts with random
         weights.
         """
-        differing = set()
+        differing, expected = set(), as_numbers(weights.fingerprints)
         for loaded_version, fingerprints in self._llm.collective_rpc("policy_state", args=(weights.shapes,)):
             if loaded_version != version:
                 raise StaleEngineError(f"vLLM runs version {loaded_version} of the weights, not {version}")
-            differing |= {name for name in fingerprints if fingerprints[name] != weights.fingerprints[name]}
+            differing |= {name for name in fingerprints if fingerprints[name] != expected[name]}
         if self._converted is None:
             matrices = {name for name, shape in weights.shapes.items() if len(shape) == 2}
             self._converted = {name for name in differing & matrices if "embed" not in name}
@@ -352,6 +356,7 @@ def _engine_settings(
         "enable_prefix_caching": settings.prefix_caching,
         "tensor_parallel_size": settings.tensor_parallel,
         "enforce_eager": settings.eager,
+        "cudagraph_capture_sizes": _graph_sizes(config),
         "enable_sleep_mode": sleeps,
         "worker_extension_cls": "bandpo_cli.sampling.vllm_worker.PolicyWorker",
     }
@@ -368,6 +373,14 @@ def _engine_settings(
         # ends in the middle of a prompt.
         "enable_chunked_prefill": False,
     }
+
+
+def _graph_sizes(config: SamplingConfig) -> list[int] | None:
+    """Return the batch sizes of CUDA graphs, to which vLLM pads smaller batches; None for its own, up to 512."""
+    if config.vllm.eager or config.max_sequences <= VLLM_LARGEST_GRAPH:
+        return None
+    larger = range(VLLM_LARGEST_GRAPH, config.max_sequences, 64)
+    return [1, 2, 4, *range(8, 256, 8), *range(256, VLLM_LARGEST_GRAPH, 16), *larger, config.max_sequences]
 
 
 def _config_folder(config: PreTrainedConfig) -> Path:

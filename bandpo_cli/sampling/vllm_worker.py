@@ -190,7 +190,7 @@ class PolicyWorker:
         stored = dict(model.named_parameters())
         packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
         stored = _parts_of_packed(stored, shapes, packed) | stored
-        return self.policy_version, {
+        sums = {
             name: fingerprint(stored[name], shape)
             for name, shape in shapes.items()
             # vLLM pads the rows of embeddings, but not vectors.
@@ -198,6 +198,7 @@ class PolicyWorker:
             and stored[name].shape[1:] == shape[1:]
             and (len(stored[name]) >= shape[0] if shape[1:] else len(stored[name]) == shape[0])
         }
+        return self.policy_version, as_numbers(sums)
 
 
 class ComparedWeights:
@@ -210,7 +211,7 @@ class ComparedWeights:
     def __init__(self, weights: Weights, tensor_parallel: int) -> None:
         self._weights, self._tensor_parallel = weights, tensor_parallel
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.fingerprints: dict[str, int] = {}
+        self.fingerprints: dict[str, torch.Tensor] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights, each after its fingerprint was taken: none of them is held."""
@@ -222,8 +223,8 @@ class ComparedWeights:
 
 
 @torch.no_grad()
-def fingerprint(tensor: torch.Tensor, shape: tuple[int, ...]) -> int:
-    """Return a 64-bit sum over the bits of the first `shape[0]` rows, each element weighted by its index.
+def fingerprint(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return an int64 sum over the bits of the first `shape[0]` rows, each element weighted by its index; a scalar.
 
     It uses integer arithmetic, so it is the same on every device and changes if any single bit changes. Of a matrix,
     the first 1,024 rows count: the sum needs 24 bytes of memory per element.
@@ -231,7 +232,12 @@ def fingerprint(tensor: torch.Tensor, shape: tuple[int, ...]) -> int:
     rows = tensor.detach()[: shape[0] if len(shape) == 1 else min(shape[0], _MAX_ROWS)].contiguous()
     bits = rows.view(_INTEGER_DTYPES[rows.element_size()]).flatten().to(torch.int64)
     factors = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
-    return int((bits * factors).sum())
+    return (bits * factors).sum()
+
+
+def as_numbers(sums: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return scalars of one device as numbers, after one transfer."""
+    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
 
 
 def _repack_tied(model: nn.Module) -> None:

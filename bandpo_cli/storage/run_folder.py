@@ -11,9 +11,11 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
+from bandpo_cli import __version__
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import folders_containing, path_exists, read_json_object, relative_to_cwd, user_path
 from bandpo_cli.storage.files import (
@@ -268,11 +270,30 @@ class EvalFolder(ExperimentFolder):
 def find_folder(text: str, runs_dir: Path, marker: str) -> Path | None:
     """Return the folder that `text` names and that contains the file `marker`, None where there is none.
 
-    `text` is a name in `runs_dir`, else the path of the folder or of the file; ~ is the user's home.
+    `text` is a name in `runs_dir`, else the path of the folder or of the file; ~ is the user's home. Raises UserError
+    if a later version of the package has written the folder.
     """
     folders = (path.parent if path.name == marker else path for path in _candidates(text, runs_dir))
     paths = (path for path in folders if path_exists(path / marker))
-    return next(map(resolve_dots, paths), None)
+    path = next(map(resolve_dots, paths), None)
+    if path is not None:
+        check_version(path)
+    return path
+
+
+def check_version(folder: Path) -> None:
+    """Raise UserError if a later version of the package has written to the run or evaluation in `folder`."""
+    from packaging.version import InvalidVersion, Version
+
+    newest = Version("0")
+    with suppress(UserError, AttributeError, TypeError, InvalidVersion):  # a missing or damaged file
+        env = read_json_object(folder / "env.json")
+        parts = (env, *env.get("resumes", ()))
+        newest = max(Version(part.get("versions", {}).get("bandpo", "0")) for part in parts)
+    if newest > Version(__version__):
+        raise UserError(
+            f"{folder}: written by bandpo {newest}, and this is {__version__}; install the later version"
+        )
 
 
 def not_found(kind: str, text: str, runs_dir: Path, marker: str) -> UserError:
@@ -314,6 +335,7 @@ def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:
     for run in (text, name):  # a name may contain @
         for path in filter(is_run_folder, _candidates(run, runs_dir)):
             folder = RunFolder(resolve_dots(path))
+            check_version(folder.path)
             if run == text:
                 return folder, None
             if step.isdecimal() and len(step) <= 12:  # Python refuses to convert thousands of digits

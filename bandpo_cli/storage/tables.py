@@ -33,6 +33,8 @@ class EvalRow(TypedDict):
     task: str
     """The label of the evaluation set."""
     problem_id: str
+    question: str
+    """The question or the last message of the user, without the templates of the task and of the chat."""
     prompt: str
     reference: str
     grader: str
@@ -51,7 +53,8 @@ class EvalRow(TypedDict):
 
 
 COMPLETION = (
-    "label", "problem_id", "prompt", "reference", "text", "accuracy", "verdict", "reward", "length", "finish_reason",
+    "label", "problem_id", "question", "prompt", "reference", "text", "accuracy", "verdict", "reward", "length",
+    "finish_reason",
 )  # fmt: skip
 """What the tables of steps and of evaluations have in common; the label is the task, the data or the evaluation set."""
 
@@ -65,10 +68,10 @@ def write_sample_table(path: Path, groups: Sequence[Group]) -> Path:
     """Write a row per rollout of `groups`, in their order.
 
     `source` is the task or data set of the problem, and `reference` the reference answer. `extra` has the other inputs
-    of the grader, as JSON: with them the completion can be graded again. `reward` is null where grading failed, and
-    where every reward function reports that it does not apply. `accuracy` is 1 for a correct answer, 0 for any other.
-    `length` counts the sampled tokens, the end-of-sequence token included; `logprob_sum` is log π(completion) in nats
-    under the sampling distribution.
+    of the grader, as JSON: with them the completion can be graded again. `question` has no template, unlike `prompt`.
+    `reward` is null where grading failed, and where every reward function reports that it does not apply. `accuracy` is
+    1 for a correct answer, 0 for any other. `length` counts the sampled tokens, the end-of-sequence token included;
+    `logprob_sum` is log π(completion) in nats under the sampling distribution.
 
     The columns `reward/<name>` have the value of each of `task.rewards` before its weight; null where the grader
     failed, timed out, or does not apply.
@@ -93,6 +96,7 @@ def _rollout_columns(groups: Sequence[Group]) -> dict[str, tuple[Any, list[Any]]
     return {
         "source": (pa.string(), [problem.source for problem in problems]),
         "problem_id": (pa.string(), [problem.id for problem in problems]),
+        "question": (pa.string(), [problem.label for problem in problems]),
         "prompt": (pa.string(), [rollout.prompt for rollout in rollouts]),
         "reference": (pa.string(), [problem.answer for problem in problems]),
         "grader": (pa.string(), [problem.grader for problem in problems]),

@@ -109,6 +109,7 @@ class _TableRow(BaseModel):
 
     problem_id: _Text
     prompt: _Text = ""
+    question: _Text = ""
     reference: _Text
     task: Label  # a part of metric names
     grader: _Text = "math"
@@ -137,7 +138,13 @@ def _read_table_row(row: Mapping[str, Any], grader: str | None, where: str) -> _
             f"--grader {values.grader:.100}"
         )
     problem = Problem(
-        values.problem_id, values.prompt, values.reference, values.task, values.grader, values.extra
+        values.problem_id,
+        values.prompt,
+        values.reference,
+        values.task,
+        values.grader,
+        values.extra,
+        values.question,
     )
     completion = StoredCompletion(values.text, values.length, values.finish_reason, values.logprob_sum)
     return values.task, problem, [completion]

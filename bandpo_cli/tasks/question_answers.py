@@ -160,7 +160,8 @@ class QuestionAnswerTask(Task):
         for question in questions:
             # The default template asks for a final answer, which nothing grades here.
             own = "plain" if not question.answer and template == _DEFAULT_TEMPLATE else template
-            of_question.append(replace(question, prompt=build_prompt(question.prompt, own, system)))
+            prompt = build_prompt(question.prompt, own, system)
+            of_question.append(replace(question, prompt=prompt, question=bare_question(question.label)))
         return of_question
 
 

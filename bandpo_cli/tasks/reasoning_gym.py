@@ -112,6 +112,7 @@ class ReasoningGym(Task):
                     name,
                     _GRADER,
                     extra | {"entry": entry},
+                    question,
                 )
                 for question, answer, entry in entries
             )

@@ -1,7 +1,7 @@
 """Experience: the tokens of one update, with all values that are computed before the step's first update.
 
 `old_policy` chooses the source of the values under π_old, the policy before a step's first update. Groups whose
-advantages are all 0 are left out: without a reference model and an entropy bonus they have no gradient. With
+advantages are all 0 are left out: without a penalty and an entropy bonus they have no gradient. With
 `objective.mask_truncated` a truncated completion has the advantage and the weight 0. Every rank holds the values of
 all N tokens, but its micro-batches are only its part of them.
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bandpo_cli.config.run import ObjectiveConfig, RunConfig
 from bandpo_cli.errors import RunError
+from bandpo_cli.methods.importance_correction import importance_weights
 from bandpo_cli.methods.loss import LossBatch, PolicyLoss
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
@@ -35,8 +36,7 @@ from bandpo_cli.models.packing import (
     rows_from_groups,
 )
 from bandpo_cli.objective.advantages import wrong_peers
-from bandpo_cli.objective.importance_correction import importance_weights
-from bandpo_cli.objective.policy_objective import AGGREGATIONS
+from bandpo_cli.objective.policy_objective import AGGREGATIONS, off_policy_tokens
 from bandpo_cli.processes.ranks import Ranks, balanced_owners
 from bandpo_cli.types import Group
 
@@ -105,8 +105,7 @@ class Experience(LossBatch):
         micro_batches: the completions of this rank as the model's input; as many on every rank.
         order: [N] int64, index in the update of each token in the order of the ranks and their micro-batches; None with
             one rank, where both orders are the same.
-        sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them; also `old_logprobs`, until the
-            source `old` has given other ones.
+        sampler_logprobs: as in `LossBatch`; also `old_logprobs`, until the source `old` has given other ones.
         trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them; None where it does not.
         entropy: [N] float32, entropy of π_old at T=1, by the trainer, else by the sampler; None where neither is known.
         left_out: the tokens of the update's other groups, whose advantages are all 0. They do not go through the model
@@ -148,12 +147,19 @@ class Experience(LossBatch):
         """The number of tokens, N."""
         return len(self.sampler_logprobs)
 
-    @property
-    def trained_advantages(self) -> torch.Tensor:
-        """The advantages, and 0 for tokens whose importance weight is 0: these have no part in the loss, [N]."""
-        if self.importance_weights is None:
-            return self.advantages
-        return torch.where(self.importance_weights == 0, 0.0, self.advantages)
+    def dropped(self, logprobs: torch.Tensor) -> torch.Tensor | None:
+        """Return which tokens the off-policy mask drops, bool [N], for log π [N] in the update; None without it."""
+        threshold = self.loss.objective.off_policy_mask
+        return None if threshold is None else off_policy_tokens(logprobs, self, threshold)
+
+    def trained_advantages(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """Return the advantages, and 0 for masked and dropped tokens, which have no policy loss, [N]."""
+        masked = None if self.importance_weights is None else self.importance_weights == 0
+        advantages = self.advantages
+        for mask in (masked, self.dropped(logprobs)):
+            if mask is not None:
+                advantages = advantages.masked_fill(mask, 0.0)
+        return advantages
 
     def batch(self, part: MicroBatch, logprobs: torch.Tensor) -> LossBatch:
         """Return the values of the tokens of one of `micro_batches`.
@@ -168,20 +174,21 @@ class Experience(LossBatch):
             columns={name: column[tokens] for name, column in self.columns.items()},
             importance_weights=None if self.importance_weights is None else self.importance_weights[tokens],
             ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[tokens],
+            sampler_logprobs=self.sampler_logprobs[tokens],
             wrong_peers=None if self.wrong_peers is None else self.wrong_peers[completions],
         )
         if self.old.source == "own pass":
-            return self._under_trainer(batch, logprobs.detach(), self.sampler_logprobs[tokens])
+            return self._under_trainer(batch, logprobs.detach())
         return batch
 
-    def _under_trainer(self, batch: Batch, logprobs: torch.Tensor, sampled: torch.Tensor) -> Batch:
+    def _under_trainer(self, batch: Batch, logprobs: torch.Tensor) -> Batch:
         """Return n tokens with the ratio taken to log-probs of π_old by the trainer, [n] float32.
 
-        Importance weights and the columns of the method follow from them; `sampled` are the sampler's log-probs, [n].
+        Importance weights and the columns of the method follow from them.
         """
         weights = None
         if not self.old.is_exact:
-            weights = importance_weights(logprobs, sampled, batch.lengths, self.loss.objective)
+            weights = importance_weights(logprobs, batch.sampled_logprobs, batch.lengths, self.loss.objective)
         columns = self.loss.prepare(logprobs, batch.advantages)
         return replace(batch, old_logprobs=logprobs, importance_weights=weights, columns=columns)
 
@@ -204,7 +211,7 @@ class Experience(LossBatch):
         experience = replace(self, trainer_logprobs=logprobs, entropy=entropy)
         if self.old.source == "sampler":
             return experience
-        return self._under_trainer(experience, logprobs, self.sampler_logprobs)
+        return self._under_trainer(experience, logprobs)
 
     def updated(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
         """Return the experience after its update, whose pass gave these values; it may be a pass under π_old."""
@@ -244,7 +251,7 @@ def prepare_updates(
     Raises:
         RunError: a completion has no tokens.
     """
-    max_tokens, temperature = config.optim.micro_batch_tokens, config.sampling.temperature
+    max_tokens, temperature = config.optim.pass_tokens, config.sampling.temperature
     objective, size = config.objective, len(groups) // config.optim.updates
     finished_PG = [[item.completion.finish_reason == "stop" for item in group.rollouts_G] for group in groups]
     has_loss_PG = torch.tensor(finished_PG) | (not objective.mask_truncated)
@@ -253,7 +260,7 @@ def prepare_updates(
     for start in range(0, len(groups), size):
         advantages, has_loss = (values[start : start + size] for values in (advantages_PG, has_loss_PG))
         runs = active_groups(advantages)
-        if reference is not None or loss.needs_all_tokens or objective.entropy_bonus:
+        if reference or loss.needs_all_tokens or objective.entropy_bonus or objective.drift_penalty:
             runs = torch.ones_like(runs)
         old = old_policy(objective, loss, sampler_is_exact, is_first=start == 0)
         used, others = ([*compress(groups[start : start + size], mask.tolist())] for mask in (runs, ~runs))

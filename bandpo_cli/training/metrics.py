@@ -137,10 +137,12 @@ def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
     per_token = zip(*((item.logprobs, item.ratios, item.gradient_weights) for item in forwards), strict=True)
     logprobs, ratios, gradient_weights = map(torch.cat, per_token)
     old_logprobs = torch.cat([batch.old_logprobs for batch in trained])
-    advantages = torch.cat([batch.trained_advantages for batch in trained])
+    pairs = [*zip(trained, forwards, strict=True)]
+    advantages_of = [batch.trained_advantages(item.logprobs) for batch, item in pairs]
+    advantages = torch.cat(advantages_of)
     states = [
-        batch.loss.clip_state(batch.columns, item.ratios, batch.trained_advantages, item.gradient_weights)
-        for batch, item in zip(trained, forwards, strict=True)
+        batch.loss.clip_state(batch.columns, item.ratios, used, item.gradient_weights)
+        for (batch, item), used in zip(pairs, advantages_of, strict=True)
     ]
     state = ClipState(*map(_joined, zip(*states, strict=True)))
     left_out = [batch.left_out.old_logprobs for batch in trained if batch.left_out is not None]
@@ -153,6 +155,8 @@ def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
         "optim/loss": torch.stack([forward.loss for forward in forwards]).double().mean().item(),
         "optim/grad_norm": sum(updates.grad_norms) / len(updates.grad_norms),
     }
+    if (dropped := _joined(batch.dropped(item.logprobs) for batch, item in pairs)) is not None:
+        metrics["clip/off_policy_masked_fraction"] = dropped.double().mean().item()
     if (of_reference := _joined(batch.ref_logprobs for batch in trained)) is not None:
         metrics["kl/ref"] = k3(logprobs, of_reference).mean().item()
     return metrics
@@ -217,8 +221,8 @@ def gradient_metrics(
 def clip_map_columns(updates: AppliedUpdates) -> dict[str, NDArray[np.float32]]:
     """Return the columns of the clip map, [n] each: the tokens with a ratio, each at its own update.
 
-    A method without ratio bounds has the bounds 0 and infinity, a token that the importance correction masks has the
-    advantage 0. If there are more than `CLIP_MAP_TOKENS` tokens, only every second, third, ... of them.
+    A method without ratio bounds has the bounds 0 and infinity, a masked token has the advantage 0. If there are more
+    than `CLIP_MAP_TOKENS` tokens, only every second, third, ... of them.
     """
     experiences, forwards = updates.trained, updates.forwards
     ratios = torch.cat([forward.ratios for forward in forwards])
@@ -228,7 +232,12 @@ def clip_map_columns(updates: AppliedUpdates) -> dict[str, NDArray[np.float32]]:
         "ratio": ratios,
         "lower": torch.zeros_like(ratios) if lower is None else lower,
         "upper": torch.full_like(ratios, math.inf) if upper is None else upper,
-        "advantage": torch.cat([experience.trained_advantages for experience in experiences]),
+        "advantage": torch.cat(
+            [
+                batch.trained_advantages(item.logprobs)
+                for batch, item in zip(experiences, forwards, strict=True)
+            ]
+        ),
         "gradient_weight": torch.cat([forward.gradient_weights for forward in forwards]),
     }
     stride = -(-len(ratios) // CLIP_MAP_TOKENS)
@@ -294,7 +303,11 @@ def _known_values(experience: Experience, forward: Forward | None) -> dict[str, 
     }
     if forward is None:
         return values
-    loss, ratios, advantages = experience.loss, forward.ratios, experience.trained_advantages
+    loss, ratios, advantages = (
+        experience.loss,
+        forward.ratios,
+        experience.trained_advantages(forward.logprobs),
+    )
     state = loss.clip_state(experience.columns, ratios, advantages, forward.gradient_weights)
     lower, upper = (experience.columns.get(name) for name in ("lower", "upper"))
     if lower is None and loss.interval is not None:

@@ -163,6 +163,12 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
             return ahead
         return self._sample(step, self._components.optimizer.update, timer, self._components.ranks)
 
+    def take_part(self, step: int, start: int, count: int, timer: StepTimer) -> list[Group]:
+        """Return `count` groups of a step from prompt number `start` on, with the random numbers of `take`."""
+        seed = derive_seed(self._config.seed, "sample", step) + start
+        optimizer, ranks = self._components.optimizer, self._components.ranks
+        return self._sample_batch(seed, optimizer.update, timer, ranks, count)
+
     def start(self, step: int) -> None:
         """Start sampling the batch of a step in a thread; do nothing without `sampling.max_lag` and after the last."""
         if not self._is_ahead or step > self._config.steps:
@@ -200,16 +206,18 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         sampled: list[Group] = []
         for batch in range(config.sampling.dynamic_batches if dynamic else 1):
             seed = derive_seed(config.seed, "sample", step, *([batch] if batch else []))
-            sampled += self._sample_batch(seed, version, timer, ranks)
+            sampled += self._sample_batch(seed, version, timer, ranks, wanted)
             if not dynamic or sum(map(has_reward_spread, sampled)) >= wanted:
                 break
         groups = select_groups(sampled, wanted, config.optim.updates) if dynamic else sampled
         return SampledGroups(step, version, position, timer.seconds("sample"), groups, sampled)
 
-    def _sample_batch(self, seed: int, version: int, timer: StepTimer, ranks: Ranks) -> list[Group]:
-        """Return the graded groups of the next `sampling.prompts` problems, those of all ranks."""
+    def _sample_batch(
+        self, seed: int, version: int, timer: StepTimer, ranks: Ranks, count: int
+    ) -> list[Group]:
+        """Return the graded groups of the next `count` problems, those of all ranks."""
         config, components = self._config, self._components
-        params, batch = components.params, components.stream.next(config.sampling.prompts)
+        params, batch = components.params, components.stream.next(count)
         problems, seed = ranks.share(batch), seed + ranks.share_start(len(batch))
         completions: list[list[Completion]] = []
         texts: list[str] = []

@@ -156,9 +156,7 @@ def accumulate_gradient(policy: Policy, experience: Experience, config: RunConfi
         new = token_logprobs(policy.model, micro.tokens, temperature, with_entropy, with_bonus)
         # loss, and its derivative by each of these log-probs
         batch, share = experience.batch(micro, new.logprobs), weights[micro.span]
-        out = policy_objective(
-            experience.loss, new.logprobs, batch, share, objective.reference_kl, new.sampling_entropy
-        )
+        out = policy_objective(experience.loss, new.logprobs, batch, share, new.sampling_entropy)
         # backward pass: from this derivative to the gradients of the weights
         with record_function(f"{PROFILER_PREFIX}backward"):
             outputs, gradients = [new.logprobs], [out.gradient]

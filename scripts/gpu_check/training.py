@@ -272,7 +272,9 @@ def fingerprints(components: Components) -> dict[str, int]:
 
     tensors = {f"model.{name}": tensor for name, tensor in components.policy.model.state_dict().items()}
     tensors |= {f"optimizer.{name}": tensor for name, tensor in components.optimizer.state().items()}
-    numbers = {name: fingerprint(tensor.reshape(-1), (tensor.numel(),)) for name, tensor in tensors.items()}
+    numbers = {
+        name: int(fingerprint(tensor.reshape(-1), (tensor.numel(),))) for name, tensor in tensors.items()
+    }
     return numbers | {"position": components.stream.position, "update": components.optimizer.update}
 
 

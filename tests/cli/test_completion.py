@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from bandpo_cli import __version__
 from bandpo_cli.__main__ import main
 from bandpo_cli.config import shipped_configs
 from tests.cli.eval_command import WITHOUT_TORCH, succeed
@@ -152,6 +153,20 @@ def test_the_script_is_for_the_command_bandpo(shell, monkeypatch, capfd):
     assert end.value.code == 0
     assert f"_BANDPO_COMPLETE=complete_{shell}" in out
     assert "python -m" not in out
+
+
+def test_the_version_names_the_commit_of_a_checkout_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("bandpo_cli.__main__.__file__", str(tmp_path / "bandpo_cli" / "__main__.py"))
+    state = {"commit": "0746989" + 33 * "f", "dirty": True}
+    monkeypatch.setattr("bandpo_cli.storage.run_record.git_state", lambda folder: state)
+    assert succeed("--version", cwd=tmp_path).out == f"bandpo {__version__}\n"
+    (tmp_path / ".git").touch()
+    assert (
+        succeed("--version", cwd=tmp_path).out
+        == f"bandpo {__version__} (commit 0746989, with local changes)\n"
+    )
+    state["dirty"] = False
+    assert succeed("--version", cwd=tmp_path).out == f"bandpo {__version__} (commit 0746989)\n"
 
 
 def test_installation_options_are_last(tmp_path):

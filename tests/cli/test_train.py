@@ -79,7 +79,6 @@ def test_dry_run_prints_the_changed_settings_first_and_writes_nothing(tmp_path):
         ]
         == 0
     )
-    usage_error("train", "--all-settings", cwd=tmp_path, parts=["it goes with --dry-run"])
     assert "never has an effect" not in printed, "the warning is for one update per batch"
     assert "1.1M parameters" in printed
     assert "GiB at the peak" in printed

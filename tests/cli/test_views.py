@@ -23,6 +23,7 @@ from bandpo_cli.cli.train_view import (
     TrainView,
     eval_metrics_text,
     flagged_shares,
+    phases_text,
     print_summary,
     settings_rows,
     sparkline,
@@ -102,7 +103,7 @@ def test_a_terminal_shows_one_panel_with_curves_and_the_tokens_per_second_of_the
     assert re.search(r"tokens per second +12,346 sampled +24,691 trained", last)
     assert "writing the plots, finishing the record in MLflow" in text
     held_out = ("held-out before", "held-out now")
-    for part in ("accuracy", "entropy", "clipped", "5/5", *held_out, "1+2[bold]", "correct"):
+    for part in ("accuracy", "entropy", "clip fraction", "5/5", *held_out, "1+2[bold]", "correct"):
         assert part in last
 
 
@@ -235,6 +236,27 @@ def test_rewards_other_than_0_and_1_come_before_the_accuracy():
     result = RunResult(Path("runs/r"), "FINISHED", [item.record for item in reports])
     print_summary(Console(file=out, width=100), resolve([{"tracking": {"mlflow": False}}]), result)
     assert re.search(r"reward +0.125 → 0.250\n.*training +accuracy 0.000 → 0.000", out.getvalue())
+
+
+def test_the_summary_has_the_phases_of_all_steps_also_those_before_a_resume():
+    first = {"step": 1, "time/step": 6.0, "time/sample": 4.0, "time/update": 2.0, "time/total": 6.0}
+    second = {
+        "step": 2,
+        "time/step": 4.0,
+        "time/sample": 2.0,
+        "time/update": 1.0,
+        "time/sync": 0.01,
+        "time/total": 9.0,
+    }
+    before = {"step": 0, "time/step": 2.0, "time/eval": 2.0}
+    out = io.StringIO()
+    result = RunResult(Path("runs/r"), "FINISHED", [before, first, second])
+    print_summary(Console(file=out, width=80), resolve([{"tracking": {"mlflow": False}}]), result)
+    expected = (
+        "sampling 50% (3 s) · updates 25% (1.5 s) · evaluation 17% (1 s)\n            other 8% (0.5 s)\n"
+    )
+    assert f"a step      {expected}" in out.getvalue()
+    assert phases_text({"time/step": 2.0, "time/eval": 2.0}, 0) == "", "no step trained"
 
 
 def test_shares_of_completions_that_are_flagged():

@@ -13,7 +13,8 @@ from bandpo_cli.storage.tables import EvalRow
 def row(problem: str, answer: str | None, verdict: str, **other: Any) -> EvalRow:
     columns = {"reward": None, "length": 10, "finish_reason": "stop", **other}
     return EvalRow(
-        task="set", problem_id=problem, prompt="?", reference="18", grader="math", extra="{}", text="", answer=answer,
+        task="set", problem_id=problem, question="?", prompt="?", reference="18", grader="math", extra="{}", text="",
+        answer=answer,
         accuracy=float(verdict == "correct"), verdict=verdict, logprob_sum=None, **columns,
     )  # fmt: skip
 

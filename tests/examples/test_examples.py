@@ -16,7 +16,8 @@ from bandpo_cli.config.layers import read_config, resolve
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable
 from bandpo_cli.grading.tools import tool_schemas
 from bandpo_cli.metric_names import FLOPS
-from examples import calculator, custom_grader, grpo_loop, guess_number, python_api, sums
+from bandpo_cli.storage.run_folder import RunFolder
+from examples import calculator, custom_grader, grpo_loop, guess_number, plot_two_runs, python_api, sums
 from tests.cli.eval_command import bandpo, succeed
 from tests.cli.train_runs import SMALL, record
 from tests.commands import Forked
@@ -95,6 +96,28 @@ def test_the_python_api_trains_resumes_and_compares(tmp_path, capsys, monkeypatc
     assert [line[:8] for line in out.splitlines() if line.startswith("step")] == ["step   1", "step   2"]
     assert abs(change) < 0.5
     assert json.loads((tmp_path / "demo" / "summary.json").read_text())["status"] == "FINISHED"
+
+
+@pytest.mark.slow
+def test_two_runs_are_plotted_side_by_side_from_their_files(tmp_path):
+    for name, scale in (("a", 1.0), ("b", 0.5)):
+        folder = RunFolder.create(tmp_path, name)
+        folder.write_config("seed: 1\n")
+        for step in (1, 2, 3):
+            values = dict.fromkeys(plot_two_runs.LABELS, scale * step / 4)
+            folder.append_metrics({"step": step, **values})
+        interval = {"value": scale / 2, "low": scale / 4, "high": scale}
+        scores = {"problems": 2, "completions": 4, "metrics": {"mean_at_2": interval, "pass_at_2": interval}}
+        folder.write_eval(2, {"step": 2, "sets": {"countdown": scores}})
+    figure = plot_two_runs.plot(["a", "b"], tmp_path, tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    columns = [figure.axes[0::2], figure.axes[1::2]]
+    for (title, scale), axes in zip((("a", 1.0), ("b", 0.5)), columns, strict=True):
+        assert axes[0].get_title() == title
+        curves = [[*map(tuple, line.get_xydata())] for axis in axes for line in axis.lines]
+        training = [(step, scale * step / 4) for step in (1, 2, 3)]
+        assert curves == [training, [(2, scale / 2)], training, training]
+        assert axes[0].get_ylim() == columns[0][0].get_ylim()
 
 
 CUSTOM = """

@@ -83,10 +83,10 @@ def times(old_logprobs, width): return 1 / width, width
 """
 STARTS = {
     "": None,
-    "--set sampling.max_prompt_tokens=1": "all 180 prompts of 'training' are longer",
+    "--set sampling.max_prompt_tokens=1": "prompts of 'training' are longer",
     "--max-tokens 9000": "the model reads at most",
     "--set model.device=cuda:7": "not usable on this machine",
-    "--set model.attention=varlen": "needs a GPU and torch 2.12",
+    "--set model.attention=varlen": "model.attention = 'varlen' needs a GPU",
     "--set model.lora.rank=4 --set model.lora.target_modules=[x_proj]": "model.lora.target_modules",
     "--set model.lora.rank=4000": "the largest layer has rank",
     "--set model.prompts=chat": "no chat template",

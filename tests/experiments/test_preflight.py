@@ -1,16 +1,19 @@
 """Checks before a run: model references, by each kind of name, and the warning about one update per batch."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bandpo_cli.config.layers import resolve
+from bandpo_cli.config import shipped_configs
+from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments import eval_plan
 from bandpo_cli.experiments.preflight import (
     ModelRef,
     check_model_path,
+    extreme_settings,
     new_run_layers,
     resolve_model,
     run_layers,
@@ -211,3 +214,29 @@ def test_one_update_is_warned_about_where_ratios_are_one(engine, dtype, warned):
     assert ["the ratio is always 1" in warning for warning in warnings] == [True] * warned
     # With a lag, π_old is that of the step's own weights, which the engine's log-probs of older ones are not.
     assert len(warnings_of("clip", sampling={"max_lag": 1})) == 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "parts"),
+    [
+        ({"optim": {"lr": 1}}, ["optim.lr = 1 is extreme, above 0.001"]),
+        ({"optim": {"lr": 5e-3}, "model": {"lora": {"rank": 4}}}, []),
+        ({"optim": {"lr": 0.1}, "model": {"lora": {"rank": 4}}}, ["optim.lr of adapters = 0.1"]),
+        ({"sampling": {"temperature": 0.05}}, ["sampling.temperature = 0.05 is extreme, below 0.1"]),
+        ({"bounds": {"delta": 50}}, ["bounds.delta = 50.0|p = 0.5|[1.86e-44, 2]|nothing is clipped"]),
+        ({"bounds": {"method": "clip", "eps_high": 20}}, ["bounds.eps_high = 20.0|[0.8, 21]|no increase"]),
+        *(({"bounds": {"method": name}}, []) for name in METHODS),
+    ],
+)
+def test_extreme_settings_have_a_warning_and_the_defaults_of_no_method_have(layer, parts):
+    """With the KL Band a token of p = 0.5 may fall to the ratio e^(−2δ)/2, which is 1.86e-44, and rise to 2."""
+    lines = [*extreme_settings(resolve([layer]))]
+    assert len(lines) == len(parts)
+    for line, words in zip(lines, parts, strict=True):
+        assert all(word in line for word in words.split("|")), line
+
+
+def test_the_shipped_configs_are_not_extreme():
+    for path in shipped_configs().values():
+        with suppress(ConfigError):  # a sweep
+            assert [*extreme_settings(resolve([read_layer(path)]))] == [], path

@@ -10,7 +10,7 @@ from bandpo_cli.cli.preview import time_text
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments import train
-from bandpo_cli.experiments.monitor import StepMonitor, advice
+from bandpo_cli.experiments.monitor import StepMonitor, advice, destroyed_policy
 from bandpo_cli.experiments.plan import plan_training
 from bandpo_cli.experiments.trials import ProbeReport, probe
 from tests.cli.eval_command import succeed
@@ -18,6 +18,9 @@ from tests.cli.train_runs import SMALL as SMALL_FLAGS
 from tests.experiments.test_api import SMALL
 
 DATA = {"model": {"path": "org/none"}, "task": {"name": "gsm8k"}}
+PLAIN = {**DATA, "task": {"name": "gsm8k", "template": "plain", "grader": "gsm8k"}}
+DYNAMIC = {**DATA, "sampling": {"dynamic": True}}
+BURST = {"clip/active_fraction": 0.45, "ratio/max": 5000.0}
 
 
 def metrics(
@@ -50,7 +53,22 @@ def metrics(
             ["sampling.samples=32", "--set sampling.dynamic=true|only 10.0% of the groups"],
         ),
         (DATA, metrics(0, 0, truncated=1), ["--max-tokens 2048, since 100.0%|truncated at 1,024 tokens"]),
-        (DATA, metrics(0, 0, unreadable=0.9), ["--template|--grader, since 90.0%"]),
+        (
+            DATA,
+            metrics(0, 0, unreadable=0.9),
+            ["keeps to the form that the prompt asks for|--grader, since 90.0%"],
+        ),
+        (
+            PLAIN,
+            metrics(0, 0, unreadable=0.9),
+            ["--template hashes, which asks for the form|--grader, since 90.0%"],
+        ),
+        (DYNAMIC, metrics(0.5, 0.1), ["solves sometimes"]),
+        (
+            DATA,
+            {**metrics(0, 0, truncated=1), **BURST},
+            ["lower optim.lr (1e-06), for example to --lr 1e-07|5,000; 45%"],
+        ),
         (DATA, metrics(0, 0, ungraded=0.5), ["a repaired grader, since 50.0%"]),
         (
             DATA,
@@ -66,6 +84,42 @@ def test_advice_names_settings_with_their_reasons(layer, record, parts):
     assert len(lines) == len(parts)
     for line, words in zip(lines, parts, strict=True):
         assert all(word in line for word in words.split("|")), line
+
+
+@pytest.mark.parametrize(
+    ("entropies", "step"),
+    [
+        ((1.5, 1.4, 0.02, 0.01), 2),
+        ((1.5, 9.1), 1),
+        ((1.5, 0.5, 0.2, 0.06, 0.03), None),
+        ((0.05, 0.001), None),
+        ((0.6, 1.5, 2.9), None),
+        ((1.5, None, 0.02), None),
+    ],
+)
+def test_a_destroyed_policy_is_the_cause_of_all_that_follows(entropies, step):
+    """A slow fall of the entropy, or of that of a nearly deterministic policy, has other causes."""
+    config, lines = resolve([{"optim": {"lr": 1}}]), list[str]()
+    monitor, sample = StepMonitor(config, ()), mock.Mock(text="a")
+    records = [
+        {"step": number, **metrics(0, 0, truncated=1), "train/entropy": entropy}
+        for number, entropy in enumerate([*entropies, *[entropies[-1]] * 3], start=1)
+    ]
+    for record in records:
+        lines += monitor.add(StepReport(record["step"], record, sample))
+    cause = destroyed_policy(config, records)
+    assert (cause is None) == (step is None)
+    if step is not None:
+        before, after = entropies[step - 1 : step + 1]
+        parts = (
+            "lower optim.lr (1), for example to --lr 5e-05",
+            f"in step {step}, entropy {before:.3f} → {after:.3f}",
+        )
+        assert all(part in str(cause) for part in parts)
+        assert cause in lines
+        assert "try: " not in "".join(lines)
+    else:
+        assert "try: --max-tokens 256" in "".join(lines)
 
 
 def test_a_run_warns_once_after_three_steps_without_a_gradient():
@@ -131,10 +185,11 @@ def test_time_of_updates_that_were_not_measured_is_unknown(every, updates, expec
 
 @pytest.mark.slow
 def test_probe_from_the_command_line(tmp_path):
-    printed = succeed("train", *SMALL_FLAGS, "--probe", cwd=tmp_path).out
+    printed = succeed("train", *SMALL_FLAGS, "--probe", "--probe-size", "9", cwd=tmp_path).out
     for part in (
-        "32 problems × 4 = 128 completions of the untrained model", "pass rate", "have different rewards", "truncated",
-        "in a trial step of 2 updates on 32 groups", "s per step", "a sample", "GiB at the peak",
+        "probe  4 of 8 problems sampled, about 0:00:0", "left, then a trial step",
+        "8 problems × 4 = 32 completions of the untrained model", "pass rate", "have different rewards", "truncated",
+        "in a trial step of 2 updates on 8 groups", "s per step", "a sample", "GiB at the peak",
     ):  # fmt: skip
         assert part in printed
     assert not list(tmp_path.iterdir())

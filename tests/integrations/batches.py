@@ -71,6 +71,8 @@ def ours(
     dual_clip: float | None = None,
     correction: torch.Tensor | None = None,
     columns: Callable[[PolicyLoss], Columns] | None = None,
+    ref: torch.Tensor | None = None,
+    **terms: Any,
 ) -> Ours:
     """Return this package's loss and gradient.
 
@@ -78,8 +80,12 @@ def ours(
         weights: the weight of each token, [B, T], or an aggregation.
         correction: importance weights, [B, T].
         columns: what to use in place of `PolicyLoss.prepare`.
+        ref: log-probs under the reference model, [B, T].
+        terms: further settings of the objective.
     """
-    objective = {"dual_clip": dual_clip} | ({"aggregation": weights} if isinstance(weights, str) else {})
+    objective = {"dual_clip": dual_clip, **terms} | (
+        {"aggregation": weights} if isinstance(weights, str) else {}
+    )
     config = resolve([{"bounds": bounds, "objective": objective}])
     loss = policy_loss(config.bounds, config.objective)
     old, new, advantages = (tensor[batch.mask] for tensor in (batch.old, batch.new, batch.advantages))
@@ -91,7 +97,9 @@ def ours(
         token_weights = weights[batch.mask]
     if correction is not None:
         token_weights = token_weights * correction[batch.mask]
-    outputs = policy_objective(loss, new, LossBatch(batch.lengths, advantages, old, prepared), token_weights)
+    ref_logprobs = None if ref is None else ref[batch.mask]
+    tokens = LossBatch(batch.lengths, advantages, old, prepared, ref_logprobs=ref_logprobs)
+    outputs = policy_objective(loss, new, tokens, token_weights)
     return Ours(loss, prepared, advantages, outputs)
 
 

@@ -207,3 +207,35 @@ def test_trl(case, spread, tmp_path):
             return torch.as_tensor(trainer._compute_loss(None, trl_inputs(batch)))
 
         compare(f"TRL {case}, {spread}", found, batch, reference)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("kl", [False, True])
+def test_trl_off_policy_mask_and_unbiased_penalty(kl, spread, tmp_path):
+    trl = pytest.importorskip("trl")
+    settings = {
+        "off_policy_mask_threshold": 0.1,
+        "use_bias_correction_kl": kl,
+        "beta": 0.3,
+        "loss_type": "grpo",
+    }
+    args = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **settings)
+    terms = {
+        "off_policy_mask": 0.1,
+        "reference_kl": 0.3,
+        "reference_kl_estimator": "unbiased" if kl else "k3",
+    }
+    dropped = []
+    for seed in SEEDS:
+        batch = random_batch(seed, SPREADS[spread])
+        ref = batch.old + 0.3 * torch.sin(torch.arange(batch.old.numel()).reshape(batch.old.shape))
+        found = ours(batch, {"method": "clip"}, "seq-mean-token-mean", None, ref=ref, **terms).outputs
+        dropped.append((found.gradient_weights == 0).any())
+
+        def reference(logprobs: torch.Tensor, batch: Batch = batch, ref: torch.Tensor = ref) -> torch.Tensor:
+            trainer = trl_trainer(trl.GRPOTrainer, args, logprobs)
+            inputs = trl_inputs(batch) | {"ref_per_token_logps": ref}
+            return torch.as_tensor(trainer._compute_loss(None, inputs))
+
+        compare(f"TRL off-policy mask, unbiased {kl}, {spread}", found, batch, reference)
+    assert spread == "near" or any(dropped)

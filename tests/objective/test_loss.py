@@ -12,9 +12,9 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.methods.band_and_clip import ClipSettings
+from bandpo_cli.methods.importance_correction import SINGLE_RULES, importance_weights
 from bandpo_cli.methods.loss import IntervalLoss, LossBatch
-from bandpo_cli.objective.importance_correction import importance_weights
-from bandpo_cli.objective.policy_objective import AGGREGATIONS, k3, policy_objective
+from bandpo_cli.objective.policy_objective import AGGREGATIONS, k3, off_policy_tokens, policy_objective
 
 log_prob, float32 = st.floats(-12.0, -1e-3), st.floats(-1e4, 0.0, width=32)
 advantage = st.just(0.0) | st.floats(0.01, 3.0) | st.floats(-3.0, -0.01)
@@ -36,8 +36,8 @@ def loss_of(
     lengths, bounds = torch.ones(len(rows), dtype=torch.int64), {"lower": lower, "upper": upper}
     ref_logprobs = None if ref is None else torch.tensor(ref, dtype=torch.float64)
     batch = LossBatch(lengths, advantages, old, bounds, ref_logprobs=ref_logprobs)
-    loss = IntervalLoss(ClipSettings(), ObjectiveConfig(dual_clip=dual_clip))
-    return policy_objective(loss, new, batch, weights, reference_kl).loss.item()
+    loss = IntervalLoss(ClipSettings(), ObjectiveConfig(dual_clip=dual_clip, reference_kl=reference_kl))
+    return policy_objective(loss, new, batch, weights).loss.item()
 
 
 @given(rows=tokens, dual_clip=st.sampled_from([None, 3.0, 10.0]))
@@ -62,6 +62,96 @@ def test_reference_penalty_is_k3():
     torch.testing.assert_close((logp.exp() * k3(logp, logq)).sum(), (logp.exp() * (logp - logq)).sum())
 
 
+def test_mask_and_penalties_equal_their_definitions():
+    """The mask drops the second and the third completion of four; the fourth drifts too, with a positive advantage."""
+    drifts, negative = [0.1, 0.6, 0.9, 0.9], [-1.0, -1.0, -0.5, 2.0]
+    lengths, generator = torch.tensor([3, 2, 4, 3]), torch.Generator().manual_seed(1)
+    noise, old, ref = torch.randn(3, 12, dtype=torch.float64, generator=generator) * 0.1 - 1.0
+    advantages, shifts = (
+        torch.tensor(x, dtype=torch.float64).repeat_interleave(lengths) for x in (negative, drifts)
+    )
+    sampler, new, share = old + 0.2, old + 0.25 - shifts + noise + 1.0, torch.rand(12, dtype=torch.float64)
+    importance = torch.tensor([1.0, 0.0, 0.5] * 4, dtype=torch.float64)
+    bounds = {"lower": torch.full((12,), 0.8), "upper": torch.full((12,), 1.2)}
+    batch = LossBatch(lengths, advantages, old, bounds, importance, ref, None, sampler)
+    terms = {"reference_kl": 0.3, "reference_kl_estimator": "unbiased", "drift_penalty": 0.7}
+    options = ObjectiveConfig(dual_clip=None, off_policy_mask=0.4, **terms)  # type: ignore[arg-type]
+    found = policy_objective(IntervalLoss(ClipSettings(), options), new, batch, share)
+    x = new.clone().requires_grad_()
+    total, first = torch.zeros((), dtype=torch.float64), 0
+    for length in lengths.tolist():
+        span = range(first, first + length)
+        first += length
+        drift = sum((sampler[t] - new[t]).item() for t in span) / length
+        for t in span:
+            r, a, u = (x[t] - old[t]).exp(), advantages[t], (ref[t] - x[t]).exp()
+            policy = -torch.min(r * a, r.clamp(0.8, 1.2) * a) * (0 if a < 0 and drift > 0.4 else 1)
+            penalty = 0.3 * r * (u - 1 - u.log()) + 0.7 * r.log() ** 2
+            total = total + share[t] * importance[t] * (policy + penalty)
+    (gradient,) = torch.autograd.grad(total, x)
+    torch.testing.assert_close(found.loss, total.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.gradient, gradient, rtol=1e-12, atol=1e-15)
+    dropped = off_policy_tokens(new, batch, 0.4)
+    assert [part[0].item() for part in dropped.split(lengths.tolist())] == [False, True, True, False]
+    assert not found.gradient_weights[dropped].any()
+
+
+TOKEN_THEN_MEAN = [
+    {"rule": "token-reject", "low": 0.5, "high": 3.0},
+    {"rule": "sequence-reject", "low": 0.9, "high": 1.2},
+]
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        # The geometric means without the rejected tokens (4 and 0.1) are 1, √(1.1·0.9), and 0.8.
+        (TOKEN_THEN_MEAN, [1, 1, 0, 1, 0, 1, 0, 0]),
+        (
+            [*TOKEN_THEN_MEAN, {"rule": "product-truncate", "high": 0.995}],
+            [0.995, 0.995, 0, 0.99, 0, 0.99, 0, 0],
+        ),
+        # In the other order the means are ∛4, ∛(0.99·0.1) and 0.8.
+        ([TOKEN_THEN_MEAN[1], TOKEN_THEN_MEAN[0]], [0] * 8),
+        ([{"rule": "outlier-reject", "low": 0.2, "high": 5}, "token-truncate"], [1, 1, 2, 0, 0, 0, 0.8, 0.8]),
+        (["token-k3-reject"], [1, 1, 0, 1, 0, 1, 0, 0]),
+        (
+            [{"rule": "sequence-k3-reject", "high": 0.5}, "sequence-truncate"],
+            [0] * 3 + [0.099 ** (1 / 3)] * 3 + [0.8] * 2,
+        ),
+    ],
+)
+def test_a_list_of_rules_applies_in_order_to_the_kept_tokens(rules, expected):
+    ratios = torch.tensor([1.0, 1.0, 4.0, 1.1, 0.1, 0.9, 0.8, 0.8], dtype=torch.float64)
+    objective = resolve([{"objective": {"importance": rules}}]).objective
+    sampler = torch.full_like(ratios, -9.0)
+    weights = importance_weights(sampler + ratios.log(), sampler, torch.tensor([3, 3, 2]), objective)
+    assert weights is not None
+    assert weights.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        ({"importance": []}, "name a rule"),
+        (
+            {"importance": ["token-truncate", "product-truncate"]},
+            "not both token-truncate and product-truncate",
+        ),
+        ({"importance": ["sequence-reject"], "importance_cap": 3.0}, "leave both out"),
+        ({"importance": ["sequence-reject"], "old_logprobs": "sampler"}, "no effect with old_logprobs"),
+        ({"importance": [{"rule": "sequence-reject", "low": 1.1, "high": 2}]}, "low ≤ 1 ≤ high"),
+        ({"importance": [{"rule": "token-truncate", "low": 0.5}]}, r"importance\[0\] = .*no effect"),
+        ({"importance": "bypass_pg_is"}, "set objective.old_logprobs to 'sampler'"),
+        ({"importance": "decoupled_geo"}, "did you mean 'decoupled_geo_rs'"),
+        ({"reference_kl_estimator": "unbiased"}, "no effect with reference_kl = 0"),
+    ],
+)
+def test_settings_without_effect_are_refused(objective, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve([{"objective": objective}])
+
+
 def test_an_entropy_bonus_has_no_importance_weights():
     old, entropy = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([0.2, 1.5, 0.7])
     weights, bounds = (
@@ -72,7 +162,7 @@ def test_an_entropy_bonus_has_no_importance_weights():
     loss = IntervalLoss(ClipSettings(), ObjectiveConfig(entropy_bonus=0.4))
     without, found = (
         policy_objective(loss, old, batch, weights),
-        policy_objective(loss, old, batch, weights, 0.0, entropy),
+        policy_objective(loss, old, batch, weights, entropy),
     )
     assert (found.loss - without.loss).item() == pytest.approx(-0.4 * (0.5 * 0.2 + 0.25 * 1.5 + 0.25 * 0.7))
     assert found.entropy_gradient.tolist() == pytest.approx([-0.2, -0.1, -0.1])
@@ -108,7 +198,7 @@ BY_HAND = {
     "sequence-mask-any": ({"importance_floor": 0.4}, [0.0, 0.0, 0.5, 0.5, 0.5, 1.1, 0.0, 0.0, 0.0]),
 }
 """Settings beside the cap of 1.5, and the weights of the tokens."""
-RULES = ObjectiveConfig.model_fields["importance"].annotation.__args__  # type: ignore[union-attr]
+RULES = [*SINGLE_RULES]
 
 
 def weights_by(rule: str, cap: float | None = 1.5, **more: Any) -> torch.Tensor | None:

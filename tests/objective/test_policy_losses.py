@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scipy.special import lambertw
 
 from bandpo_cli.bounds.intervals import clip_state
 from bandpo_cli.config.layers import resolve
@@ -166,6 +167,14 @@ def gmpo(token: Token) -> float:
     return math.exp(sum(map(clipped, token.completion)) / len(token.completion))
 
 
+def ctpo(token: Token) -> float:
+    place = next(i for i, item in enumerate(token.completion) if item is token)
+    product, root = math.prod(item.ratio for item in token.completion[: place + 1]), math.sqrt(place + 1)
+    if token.advantage > 0:
+        return 0.0 if product > math.exp(0.05 * root) else product
+    return product if math.exp(-0.025 * root) <= product <= math.exp(0.05 * root) else 0.0
+
+
 def topr(token: Token) -> float:
     if token.advantage > 0:
         return 1.0
@@ -180,6 +189,8 @@ BY_HAND: dict[str, Callable[[Token], float]] = {
     "cispo": lambda token: min(token.ratio, 5.0),
     "sapo": sapo,
     "ripo": ripo,
+    "atr": lambda token: clip(token, *(-lambertw(-math.exp(-1.05), branch).real for branch in (0, -1))),
+    "ctpo": ctpo,
     "gspo": gspo,
     "luspo": lambda token: len(token.completion) * gspo(token, 2e-3, 2.5e-3),
     "gapo": lambda token: gspo(token, 3e-3, 3e-3 + 2e-3 * token.wrong_peers),
@@ -296,7 +307,7 @@ def test_finite_inputs_give_a_finite_result(method, rows, dual_clip):
     lengths, weights = torch.tensor([1, len(rows) - 1]), torch.full((len(rows),), 0.5)
     columns, wrong_peers = loss.prepare(old, advantages), torch.tensor([1.0, 0.3])
     batch = LossBatch(lengths, advantages, old, columns, None, ref, wrong_peers)
-    out = policy_objective(loss, new, batch, weights, 0.1)
+    out = policy_objective(loss, new, batch, weights)
     for values in (out.loss, out.ratios, out.gradient, out.gradient_weights, k3(new, old)):
         assert torch.isfinite(values).all()
 

@@ -287,10 +287,10 @@ def record_gradients(components: Components) -> list[list[torch.Tensor]]:
     recorded: list[list[torch.Tensor]] = []
     step = components.optimizer.step
 
-    def spy() -> float:
+    def spy(*args: Any) -> float:
         pairs = [(p, p.grad) for p in components.optimizer._parameters]
         recorded.append([(torch.zeros_like(p) if g is None else g).double().clone() for p, g in pairs])
-        return step()
+        return step(*args)
 
     components.optimizer.step = spy  # type: ignore[method-assign]
     return recorded
@@ -310,7 +310,9 @@ def _column_difference(path: Path, result: StepResult) -> float:
     assert len(table) == len(tokens)
     names = ("old_logprob", "ratio", "lower", "upper")
     expected = {name: [getattr(token, name) for token in tokens] for name in names}
-    expected["advantage"] = [token.advantage if token.importance else 0.0 for token in tokens]
+    expected["advantage"] = [
+        0.0 if token.is_dropped or not token.importance else token.advantage for token in tokens
+    ]
     return max(
         relative(*values)
         for column, wanted in expected.items()

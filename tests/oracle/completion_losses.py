@@ -28,6 +28,7 @@ class Completion:
         importance: Sequence[float],
     ) -> None:
         self.new, self.old, self.advantage, self.wrong_peers = new, old, advantage, wrong_peers
+        self.importance = importance
         self.log_ratios = [n - o for n, o in zip(new.tolist(), old, strict=True)]
         self.kept = [x for x, weight in zip(self.log_ratios, importance, strict=True) if weight > 0]
 
@@ -56,5 +57,22 @@ def gapo(settings: Settings, completion: Completion) -> list[Tensor]:
     return geometric(settings, completion, low + (high - low) * completion.wrong_peers)
 
 
-LOSSES: dict[str, Callable[[Settings, Completion], list[Tensor]]] = {"luspo": luspo, "gapo": gapo}
+def ctpo(settings: Settings, completion: Completion) -> list[Tensor]:
+    losses, product, count, a = [], 1.0, 0, completion.advantage
+    for x, logprob, weight in zip(completion.log_ratios, completion.new, completion.importance, strict=True):
+        count, product = (count + 1, product * math.exp(x)) if weight > 0 else (count, product)
+        root = math.sqrt(max(1, count))
+        low, high = (math.exp(s * root) for s in (-settings["log_eps_low"], settings["log_eps_high"]))
+        limit = math.exp(settings["log_dual_clip"] * root)
+        is_free = product <= high if a > 0 else low <= product <= limit
+        bounded = min(product, high) if a > 0 else min(max(product, low), limit)
+        losses += powers(-product * a, [logprob]) if is_free else [0 * logprob - bounded * a]
+    return losses
+
+
+LOSSES: dict[str, Callable[[Settings, Completion], list[Tensor]]] = {
+    "luspo": luspo,
+    "gapo": gapo,
+    "ctpo": ctpo,
+}
 """tests/objective compares the gradients of all methods with weights by hand."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from scipy.special import lambertw
 from torch import nn
 
 from tests.oracle.completion_losses import LOSSES, Completion
@@ -60,6 +61,7 @@ class Token:
     new_logprob: float = math.nan
     ratio: float = math.nan
     weight: float = math.nan  # of the gradient, of methods in `LOSSES`
+    is_dropped: bool = False  # by the off-policy mask
     has_ratio: bool = True  # the package runs the token through the model in the update
     is_measured: bool = True  # and with the weights of π_old
 
@@ -230,6 +232,8 @@ class ReferenceTrainer:
         if not self._corrects():
             return [1.0] * len(own)
         objective = self.settings["objective"]
+        if not isinstance(objective["importance"], str):
+            return self._rules(objective["importance"], [o - s for o, s in zip(own, sampler, strict=True)])
         level, _, rule = objective["importance"].partition("-")
         cap, floor = objective["importance_cap"], objective["importance_floor"]
         floor = 1 / cap if floor is None else floor
@@ -242,6 +246,26 @@ class ReferenceTrainer:
         if rule == "truncate":
             return [min(weight, cap) for weight in weights]
         return [weight if floor <= weight <= cap else 0.0 for weight in weights]
+
+    def _rules(self, rules: Sequence[Settings], logs: Sequence[float]) -> list[float]:
+        """Return the weights of the tokens of a completion by a list of rules, each of which sees the kept tokens."""
+        kept, weights = set(range(len(logs))), [1.0] * len(logs)
+        for rule in rules:
+            name, low, high = rule["rule"], rule["low"] or -math.inf, rule["high"] or math.inf
+            values = [math.exp(x) - 1 - x if "k3" in name else x for x in logs]
+            present = [values[i] for i in sorted(kept)] or [0.0]
+            if name.startswith("sequence"):
+                values = [mean(present)] * len(logs)
+            if name.startswith("product"):
+                values = [math.fsum(present)] * len(logs)
+            if "k3" not in name:
+                values = [math.exp(value) for value in values]
+            if name.endswith("truncate"):
+                weights = [min(value, high) for value in values]
+                continue
+            outside = {i for i in kept if not low <= values[i] <= high}
+            kept = set() if outside and name == "outlier-reject" else kept - outside
+        return [weight if i in kept else 0.0 for i, weight in enumerate(weights)]
 
     def _logits(self, model: nn.Module, rollout: GivenRollout) -> torch.Tensor:
         """Return the logits from which each token was sampled, [tokens, vocabulary]."""
@@ -275,6 +299,12 @@ class ReferenceTrainer:
             for token, logprob in zip(tokens, new.tolist(), strict=True):
                 token.new_logprob, token.ratio = logprob, math.exp(logprob - token.old_logprob)
             losses = self._policy_losses(tokens, new, self._wrong_peers(group, rollout))
+            threshold = objective["off_policy_mask"] or math.inf
+            drift = sum(token.sampler_logprob - token.new_logprob for token in tokens) / length
+            if tokens[0].advantage < 0 and drift > threshold:
+                losses = [0.0 * loss for loss in losses]
+                for token in tokens:
+                    token.is_dropped = True
             entropy = torch.zeros(length)
             if objective["entropy_bonus"] > 0:
                 scaled = logits / self.settings["sampling"]["temperature"]
@@ -302,7 +332,7 @@ class ReferenceTrainer:
         A token is measured in a pass under π_old: the first update's own, or one that the loss or a setting needs.
         """
         objective = self.settings["objective"]
-        needs_all = objective["reference_kl"] > 0 or objective["entropy_bonus"] > 0
+        needs_all = any(objective[term] > 0 for term in ("reference_kl", "entropy_bonus", "drift_penalty"))
         uniform = [not any(self._advantages(group)) and not needs_all for group in groups]
         if all(uniform):
             uniform[0] = False
@@ -343,8 +373,15 @@ class ReferenceTrainer:
         return loss
 
     def _penalty(self, token: Token, logprob: torch.Tensor) -> torch.Tensor:
-        coefficient, log_u = self.settings["objective"]["reference_kl"], token.ref_logprob - logprob
-        return coefficient * (torch.exp(log_u) - 1 - log_u) if coefficient > 0 else 0.0 * logprob
+        objective, log_r = self.settings["objective"], logprob - token.old_logprob
+        penalty = objective["drift_penalty"] * log_r * log_r
+        if objective["reference_kl"] > 0:
+            log_u = token.ref_logprob - logprob
+            estimate = torch.exp(log_u) - 1 - log_u
+            if objective["reference_kl_estimator"] == "unbiased":
+                estimate = estimate * torch.exp(log_r)
+            penalty = penalty + objective["reference_kl"] * estimate
+        return penalty
 
     def _adamw(self, gradient: Sequence[torch.Tensor]) -> float:
         """Apply one update (arXiv 1711.05101, algorithm 2) and return its learning rate."""
@@ -402,7 +439,7 @@ class ReferenceTrainer:
         measured = [t for t in tokens if t.is_measured]
         gaps = [abs(t.sampler_logprob - t.own_logprob) for t in measured]
         entropies = [t.entropy for t in (tokens if self.exact_sampler else measured)]
-        weighted = [t for t in tokens if t.importance != 0]
+        weighted = [t for t in tokens if t.importance != 0 and not t.is_dropped]
         has_interval = self._bounds()["method"] not in LOSSES
         above = [t for t in weighted if (t.ratio > t.upper if has_interval else t.weight == 0)]
         below = [t for t in weighted if (t.ratio < t.lower if has_interval else t.weight == 0)]
@@ -432,6 +469,8 @@ class ReferenceTrainer:
             record["sampler/importance_max"] = max(t.importance for t in measured)
             masked = [t for t in measured if t.importance == 0]
             record["sampler/importance_masked_fraction"] = share(masked, measured)
+        if self.settings["objective"]["off_policy_mask"]:
+            record["clip/off_policy_masked_fraction"] = share([t for t in tokens if t.is_dropped], with_ratio)
         if self.settings["objective"]["reference_kl"] > 0:
             record["kl/ref"] = mean([_k3(t.ref_logprob - t.new_logprob) for t in tokens])
         edges = [0, 0.001, 0.01, 0.1, 0.5, 0.9, 1]
@@ -489,10 +528,13 @@ def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
     if method == "examples.custom_interval:log_interval":
         width = 1 + bounds["options"]["eps"] * (1 - old_logprob)
         return 1 / width, width
-    cap = math.inf if bounds["max_ratio"] is None else bounds["max_ratio"]
+    cap = bounds.get("max_ratio") or math.inf
     if method == "ripo":
         width = math.sqrt(bounds["delta"] / p)
         return max(1 - width, bounds["min_ratio"]), min(1 + width, cap)
+    if method == "atr":
+        low, high = (-lambertw(-math.exp(-1 - bounds["delta"]), branch).real for branch in (0, -1))
+        return float(low), float(high)
     if method == "dcpo":
         lower = 0.5 + 0.5 * math.sqrt(max(1 - 4 * bounds["eps_low"] / p, 0))
         return lower, min(0.5 + 0.5 * math.sqrt(1 + 4 * bounds["eps_high"] / p), cap)

@@ -91,6 +91,12 @@ def masks_tokens(case: Case) -> bool:
     return clips_both_ways(case) and mixed > 5
 
 
+def drops_completions(case: Case) -> bool:
+    """The off-policy mask drops some completions with a negative advantage, and keeps some."""
+    flags = {token.is_dropped for token in tokens_of(case) if token.advantage < 0 and token.importance}
+    return learns(case) and flags == {False, True}
+
+
 def shapes_rewards(case: Case) -> bool:
     """Penalties of several sizes, on right and wrong answers."""
     rewards = {round(reward, 6) for result in case.results for reward in result.rewards}
@@ -161,6 +167,10 @@ VARIANTS = [
     # other samplers
     Variant("token-mask", f"{CLIP} objective.importance=token-mask objective.importance_cap=1.3 "
             "objective.importance_floor=0.8 objective.reference_kl=0.1", masks_tokens, exact_sampler=False),
+    Variant("list of importance rules", f"{CLIP} sampling.prompts=8 objective.importance=["
+            '{"rule":"token-reject","low":0.6,"high":1.5},{"rule":"sequence-k3-reject","high":0.03},'
+            '{"rule":"outlier-reject","low":0.5,"high":1.45},{"rule":"product-truncate","high":1.1}]',
+            masks_tokens, exact_sampler=False),
     Variant("no importance correction, over-long penalty", "objective.importance_cap=null reward.wrong=-1 "
             "reward.correct=2 reward.overlong_buffer=4 reward.overlong_penalty=0.7",
             lambda case: learns(case) and shapes_rewards(case), exact_sampler=False),
@@ -187,7 +197,14 @@ VARIANTS = [
     Variant("luspo, token-mask", "bounds.method=luspo bounds.eps_low=0.03 bounds.eps_high=0.03 "
             "objective.importance=token-mask objective.importance_cap=1.3 sampling.prompts=8 optim.lr=0.008",
             masks_tokens, exact_sampler=False),
+    Variant("atr", "bounds.method=atr bounds.delta=0.002 optim.lr=0.008", clips_both_ways),
+    Variant("ctpo, token-mask", "bounds.method=ctpo objective.importance=token-mask objective.importance_cap=1.3 "
+            "sampling.prompts=8 optim.lr=0.008", masks_tokens, exact_sampler=False),
     # terms of the loss
+    Variant("off-policy mask, drift penalty, unbiased reference penalty", f"{CLIP} objective.off_policy_mask=0.02 "
+            "objective.drift_penalty=0.5 objective.reference_kl=0.1 objective.reference_kl_estimator=unbiased "
+            "objective.importance=token-mask objective.importance_cap=1.3 sampling.prompts=8 optim.lr=0.008 "
+            "optim.micro_batch_tokens=40", drops_completions, exact_sampler=False),
     Variant("entropy bonus at temperature 1.5", f"{KL} objective.entropy_bonus=0.3 sampling.temperature=1.5 "
             "optim.micro_batch_tokens=40", clips_both_ways, steps=2),
     Variant("entropy bonus of another engine, truncated completions masked", "sampling.prompts=8 "

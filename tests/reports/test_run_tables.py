@@ -93,7 +93,7 @@ FAILED = '{"status": "FAILED", "error": "NonFiniteError: the loss is nan"}'
         (_deleted("config.yaml"), "no config.yaml"),
         (_written("config.yaml", "a: ["), ": not readable as YAML"),
         (_deleted("summary.json"), "not finished: step 4 of 4, no summary.json"),
-        (_written("summary.json", "[]"), "summary.json is not readable"),
+        (_written("summary.json", "[]"), "summary.json: expected a JSON object"),
         (_deleted("metrics.jsonl"), "metrics.jsonl ends at step 0 of 4"),
         (_written("summary.json", STOPPED), "ended at step 4 of 4: stop.gap_above = 1"),
         (_truncated, "metrics.jsonl ends at step 3 of 4"),

@@ -115,21 +115,23 @@ def test_sleeping_engine_wakes_in_two_stages(calls: list[str]) -> None:
     assert calls == [*waking, "reset", "policy_state", "probe"]
 
 
-def test_the_first_every_tenth_and_every_waking_sync_are_checked_completely(calls: list[str]) -> None:
+def test_the_first_and_every_tenth_sync_and_the_first_that_wakes_are_checked_completely(
+    calls: list[str],
+) -> None:
     """Every sync compares the version; tensors and log-probs are compared by the complete checks."""
     sampler = engine("cuda")
     fake: Any = sampler._llm
     checked = []
-    for version in range(1, 15):
-        if version == 13:
+    for version in range(1, 25):
+        if version >= 13:
             sampler.sleep()
         calls.clear()
         sampler.sync(random_model(), version)
         assert [call for call in calls if call.startswith("policy")] == ["policy_load", "policy_state"]
         assert ("probe" in calls) == bool(fake.compared)
-        assert ("release" in calls) == (version == 13), "an engine that is awake allocates nothing"
+        assert ("release" in calls) == (version >= 13), "an engine that is awake allocates nothing"
         checked += [version] * ("probe" in calls)
-    assert checked == [10, 13]
+    assert checked == [10, 13, 23]
 
 
 @pytest.mark.slow
@@ -167,6 +169,21 @@ def test_each_of_several_ranks_has_an_engine_of_its_own() -> None:
         for ranks in (SINGLE, Ranks(1, 2, 1))
     )
     assert several == {**single, "distributed_executor_backend": "external_launcher"}
+
+
+@pytest.mark.parametrize("most", [64, 512, 513, 1000, 2048])
+def test_every_batch_that_occurs_has_a_cuda_graph_of_similar_size(most: int) -> None:
+    """Up to 512 sequences vLLM's own sizes have this property."""
+    config = RunConfig.model_validate({"sampling": {"max_sequences": most}}).sampling
+    sizes = vllm_sampler._engine_settings(config, engine_model(random_model()), False)[
+        "cudagraph_capture_sizes"
+    ]
+    assert (sizes is None) == (most <= 512)
+    for batch in range(1, most + 1) if sizes else ():
+        padded = min(size for size in sizes if size >= batch)
+        assert padded - batch <= max(7, batch / 8)
+    eager = config.model_copy(update={"vllm": config.vllm.model_copy(update={"eager": True})})
+    assert vllm_sampler._graph_sizes(eager) is None
 
 
 def test_the_seed_of_a_prompt_is_that_of_its_place_in_all_calls(monkeypatch: Patch) -> None:

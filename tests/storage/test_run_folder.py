@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import cast
 from unittest import mock
@@ -20,7 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bandpo_cli import __version__
 from bandpo_cli.errors import UserError
+from bandpo_cli.results import list_runs
 from bandpo_cli.storage import files, run_folder, tables
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import (
@@ -33,7 +35,7 @@ from bandpo_cli.storage.run_folder import (
     timestamped,
     unused_name,
 )
-from bandpo_cli.storage.run_record import read_record
+from bandpo_cli.storage.run_record import read_record, read_stored_run, read_summary
 from bandpo_cli.storage.tables import TOKEN_COLUMNS, EvalRow, TokenValues, eval_table, read_token_values
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 from tests.tasks.stored_completions import ROW
@@ -144,6 +146,30 @@ def test_commands_name_a_run_in_the_runs_folder_and_give_the_path_of_any_other()
     assert shell_command("sweep --resume", Path("/else/a"), runs) == "bandpo sweep --resume /else/a"
     assert shell_command("sync", runs / "a", runs) == "bandpo sync a"
     assert shell_command("sync", Path("b/a"), Path("b")) == "bandpo sync a --runs-dir b"
+
+
+@pytest.mark.parametrize(
+    ("env", "is_refused"),
+    [
+        ({"versions": {"bandpo": "99.1"}}, True),
+        ({"versions": {"bandpo": __version__}, "resumes": [{"versions": {"bandpo": "99.1"}}]}, True),
+        ({"versions": {"bandpo": __version__}, "resumes": [{"after_step": 1}]}, False),
+        ({"versions": {"bandpo": "0.1.0"}}, False),
+        ({"versions": ["99.1"], "resumes": 3}, False),
+        ({"versions": {"bandpo": "unknown"}}, False),
+    ],
+)
+def test_a_folder_of_a_later_version_is_refused(tmp_path, run, env, is_refused):
+    run.write_env(env)
+    words = f"first: written by bandpo 99.1, and this is {__version__}; install the later version"
+    for read in (
+        lambda: RunFolder.open(tmp_path, str(run.path)), lambda: find_run(f"{run.path}@3", tmp_path),
+        lambda: read_stored_run(run.path), lambda: read_summary(run.path),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=words) if is_refused else nullcontext():
+            read()
+    (listed,) = list_runs(run.path.parent)
+    assert (words in str(listed.error)) == is_refused
 
 
 def test_metrics_lines_are_strict_json_with_step_first(tmp_path):
@@ -386,7 +412,8 @@ def test_a_folder_that_is_not_writable_raises(tmp_path):
 
 
 _SCHEMA = pa.schema(
-    [(name, pa.string()) for name in ("task", "problem_id", "prompt", "reference", "grader", "extra", "text", "answer")]
+    [(name, pa.string()) for name in ("task", "problem_id", "question", "prompt", "reference")]
+    + [(name, pa.string()) for name in ("grader", "extra", "text", "answer")]
     + [("reward", pa.float64()), ("accuracy", pa.float64()), ("verdict", pa.string()), ("length", pa.int32())]
     + [("finish_reason", pa.string()), ("logprob_sum", pa.float64())]
 )  # fmt: skip

@@ -13,8 +13,9 @@ from bandpo_cli.storage.tables import EvalRow
 from bandpo_cli.tasks.completions import read_completions
 
 ROW = EvalRow(
-    task="aime24", problem_id="p1", prompt="1+1?", reference="2", grader="number", extra='{"level": 3}',
-    text="Answer: 2", answer="2", reward=1.0, accuracy=1.0, verdict="correct", length=5, finish_reason="stop",
+    task="aime24", problem_id="p1", question="1+1?", prompt="1+1?", reference="2", grader="number",
+    extra='{"level": 3}', text="Answer: 2", answer="2", reward=1.0, accuracy=1.0, verdict="correct", length=5,
+    finish_reason="stop",
     logprob_sum=-1.25,
 )  # fmt: skip
 """A row of the table of an evaluation."""

@@ -43,7 +43,7 @@ def test_all_fields_of_a_problem(tmp_path: Path) -> None:
     (problem,) = task.train_problems()
     prompt = (Message("system", "Be brief."), Message("user", "Q: What is 1+1?"))
     assert problem == Problem(problem.id, prompt, "2", source="sums", grader="number")
-    assert problem.id.startswith("sums/")
+    assert (problem.label, problem.id[:5]) == ("What is 1+1?", "sums/")
     assert task.heldout_sets()["test"][0].grader == "math"
     custom = data_task(train, heldout, grader="my.module:judge")
     graders = [problem.grader for problem in (*custom.train_problems(), *custom.heldout_sets()["test"])]
@@ -149,6 +149,7 @@ def test_verl_parquet_file(tmp_path: Path) -> None:
     problem = min(problems, key=lambda problem: int(problem.answer))
     user = Message("user", content[0]["prompt"][0]["content"])
     assert problem.prompt == (Message("system", "Be brief."), user)
+    assert problem.label == "What is 0+0?"
     assert problem.extra == {"data_source": "math_dapo", "extra_info": {"index": "0-0"}}
     assert (problem.source, problem.grader) == ("dapo-math-17k", "math")
     assert task.notes() == [

@@ -78,6 +78,7 @@ def check_samples(recording: Recording, step: int) -> None:
         {
             "source": item.problem.source,
             "problem_id": item.problem.id,
+            "question": item.problem.prompt,
             "prompt": item.problem.prompt,
             "reference": item.problem.answer,
             "grader": item.problem.grader,

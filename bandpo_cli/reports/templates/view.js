@@ -134,7 +134,7 @@ function heading(group) {
   });
   const badges = group.equal.flatMap((equal, s) => equal ? [data.sources.length > 1 ? `zero variance in ${"AB"[s]}` : "zero variance"] : []);
   return element("header", {}, element("h2", { textContent: visible(group.name) }),
-    element("span", { className: "excerpt muted", textContent: visible(group.prompt) }),
+    element("span", { className: "excerpt muted", textContent: visible(group.question) }),
     element("span", { className: "muted", textContent: facts.join(" · ") }),
     ...badges.map((text) => element("span", { className: "badge", textContent: text })));
 }
@@ -235,7 +235,7 @@ function update() {
     section.body = null;
     section.style.minHeight = `${estimate(section.shown)}px`;
     section.style.containIntrinsicBlockSize = `auto ${section.style.minHeight}`;
-    const text = `${group.name} ${group.prompt}`.toLowerCase();
+    const text = `${group.name} ${group.question}`.toLowerCase();
     const isShown = all.length && (equal === "all" || isEqual === (equal === "only")) && text.includes(search.toLowerCase());
     count += isShown ? all.length : 0;
     return isShown;
