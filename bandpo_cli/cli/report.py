@@ -26,7 +26,7 @@ _WIDE = 110
 @opt.documented
 def report(
     paths: Annotated[list[Path], opt.argument("PATH", complete=folder_of("sweep", "run"))],
-    baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's")] = None,
+    baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's, else the first")] = None,
     by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
     out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
     margin: Annotated[float, opt.option("M")] = 0.02,
@@ -105,7 +105,7 @@ def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> 
 
     def heading(metric: Metric) -> str:
         """Return the name on several short lines, such as `entropy`, `at 41%`, `accuracy`."""
-        name = metric.name.replace(", ", ",\n").replace("held-out ", "held-out\n")
+        name = metric.name.replace(", ", ",\n").replace("held-out ", "held-out\n").replace("clip ", "clip\n")
         if report.axis_level is not None and metric.key != "entropy_at_accuracy":
             what, at, place = name.partition(" at ")
             return "\n".join([what, *f"at {place}".replace("at ", "at\u00a0").split(" ")]) if at else name

@@ -67,7 +67,7 @@ CAPTIONS = {
     "tuning_lr": "Tuning: held-out accuracy or reward against learning rate",
     "entropy": "Entropy of the policy over steps",
     "accuracy_entropy": "Held-out accuracy against entropy",
-    "clip_by_probability": "Share of clipped tokens by probability",
+    "clip_by_probability": "Clip fraction by probability",
 }
 """Captions of the plots by file name without suffix, in the order of the report."""
 
@@ -113,10 +113,17 @@ def write_report(
     metrics = report_metrics(tables, sets, equal.level)
     variants = evaluate_variants(tables, metrics)
     names = [variant.name for variant in variants]
+    notes = [*selection.notes]
+    if baseline is None and len(names) > 1:
+        baseline = next(run.variant for run in selection.runs if run.variant in names)
+        notes.append(f"The baseline is the first variant, {baseline}; --baseline VARIANT names another one.")
     compared = baseline if baseline in names else None
     differences = [] if compared is None else compare_variants(names, compared, tables.runs, metrics, margin)
-    notes = [*selection.notes, *_notes(variants, sets, tables.runs, baseline, start), *equal.notes]
-    notes += control_notes(tables, margin)
+    notes += [
+        *_notes(variants, sets, tables.runs, baseline, start),
+        *equal.notes,
+        *control_notes(tables, margin),
+    ]
     notes += [] if tuning is None else tuning.notes_on_range()
     if len(names) > MAX_VARIANTS_PLOTTED:
         best = f"{MAX_VARIANTS_PLOTTED} variants with the highest {metrics[0].name}"
@@ -205,10 +212,14 @@ def _finding(
         if item.metric == metric.key and item.paired is not None and item.p_holm is not None
     ]
     if not tested:
-        best = variants[0]
-        value = f"{metric.text(best.metrics[metric.key].mean)} ({plural(len(best.seeds), 'seed')})"
-        needed = "a test needs a baseline and two common seeds with different values"
-        return f"{best.name} has the highest {metric.name}, {value}; {needed}."
+        if len(variants) == 1:
+            return f"{variants[0].name} is the only variant, so nothing is compared."
+        seeds = (
+            "two common seeds with different values"
+            if baseline is not None
+            else "finished runs of the baseline"
+        )
+        return f"Which variant has the higher {metric.name} is undecided: a test needs {seeds}."
     tested.sort(key=lambda row: -abs(row[1].change.mean))
     groups: dict[str, list[str]] = {}
     for item, pair, p_holm in tested:

@@ -295,6 +295,7 @@ def test_flags_are_settings_also_with_value_0(folder, monkeypatch):
         assert f"{line}\n" in printed
     planned = []
     monkeypatch.setattr(SweepView, "print_plan", lambda _, info: planned.append(info))
+    monkeypatch.setattr("bandpo_cli.sweeps.estimate.check_starts", lambda *_: None)
     axes = ["--lr", "1e-5,1e-6", "--max-tokens", "6,8", "--steps", "2", "--dry-run"]
     succeed("sweep", *axes, cwd=folder)
     runs = {(config.optim.lr, config.sampling.max_tokens) for config in planned[0].configs.values()}

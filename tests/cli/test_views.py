@@ -103,7 +103,7 @@ def test_a_terminal_shows_one_panel_with_curves_and_the_tokens_per_second_of_the
     assert re.search(r"tokens per second +12,346 sampled +24,691 trained", last)
     assert "writing the plots, finishing the record in MLflow" in text
     held_out = ("held-out before", "held-out now")
-    for part in ("accuracy", "entropy", "clipped", "5/5", *held_out, "1+2[bold]", "correct"):
+    for part in ("accuracy", "entropy", "clip fraction", "5/5", *held_out, "1+2[bold]", "correct"):
         assert part in last
 
 
