@@ -22,6 +22,8 @@ from bandpo_cli.errors import ConfigError, nearest, redact_credentials, unknown_
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NotEmpty = Annotated[str, Field(min_length=1)]
+AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
+"""A single item need not be in a list."""
 
 _MAX_PEERS = 7
 """Methods or tasks that an error lists as having a setting."""
