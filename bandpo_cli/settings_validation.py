@@ -34,8 +34,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
-    def __init__(self, /, **values: Any) -> None:
+    def __init__(self, /, *unnamed: Any, **values: Any) -> None:
         """Raise ConfigError, with the messages of the command line, if a value is not valid."""
+        if unnamed:
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name}: give values by name, {name}(key=value), or a dictionary to layers.resolve"
+            )
         try:
             super().__init__(**values)
         except ValidationError as error:
