@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -102,6 +103,17 @@ def require(holds: object, problem: str) -> None:
         raise ValueError(problem)
 
 
+def number_or(*words: str) -> BeforeValidator:
+    """Return the check of a setting that is a whole number above 0 or one of `words`, with one error for both."""
+
+    def check(value: Any) -> Any:
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        require(value in words or is_count, f"a whole number above 0 is expected, or {' or '.join(words)}")
+        return value
+
+    return BeforeValidator(check)
+
+
 def key_error(key: object, problem: str) -> PydanticCustomError:
     """Return an error about a key of the section that is validated; `problem` continues the path of the key."""
     return PydanticCustomError("key", "{key}{problem}", {"key": str(key), "problem": problem})
@@ -150,7 +162,8 @@ def describe_error(error: ValidationError, within: Sequence[str] = ()) -> tuple[
     """
     first, *others = error.errors(include_url=False)
     context = first.get("ctx", {})
-    parts = [*within, *first["loc"], *filter(None, str(context.get("key", "")).split("."))]
+    loc = [part for part in first["loc"] if not str(part).startswith("@")]  # without the tags of unions
+    parts = [*within, *loc, *filter(None, str(context.get("key", "")).split("."))]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
     message = first["msg"].removeprefix("Value error, ")
     message = message.removesuffix(", unable to parse string as an integer")

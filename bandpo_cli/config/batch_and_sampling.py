@@ -36,8 +36,9 @@ class VllmConfig(Section):
     """Number of GPUs per engine."""
     eager: bool = False
     """Run without CUDA graphs and compilation: faster to start, slower to sample."""
-    sleep: bool = True
-    """Free the engine's GPU memory while the trainer updates. No effect with `sampling.max_lag`."""
+    sleep: Literal[True, False, "auto"] = True
+    """Free the engine's GPU memory while the trainer updates. `auto`, the default of tasks for language models, is
+    false where an update fits beside an engine with room for all its sequences. No effect with `sampling.max_lag`."""
     prefix_caching: bool = True
     """Compute each prompt once for all its completions."""
 

@@ -187,6 +187,16 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     return layer
 
 
+CHOSEN_AT_START = (
+    "model.dtype",
+    "model.gradient_checkpointing",
+    "optim.micro_batch_tokens",
+    "sampling.vllm.sleep",
+    "sampling.vllm.memory_fraction",
+)
+"""Settings that a run chooses at its start where they are `auto` or null; its config.yaml has the values."""
+
+
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return the settings with other values, given by dotted setting. Raises ConfigError if a value is not valid."""
     return resolve([config.model_dump(mode="json"), nest(values)])

@@ -95,6 +95,7 @@ def test_a_password_is_in_neither_the_config_nor_the_error_message() -> None:
     ("setting", "parts"),
     [
         ("optim.prompts=4", ["optim.prompts: no such setting (did you mean 'sampling.prompts'?)"]),
+        ("optim.micro_batch_tokens=0", ["tokens = 0: a whole number above 0 is expected, or auto"]),
         ("optim.lrr=1", ["optim.lrr", "no such setting", "did you mean 'lr'", "micro_batch_tokens"]),
         ("bonds={}", ["bonds", "did you mean 'bounds'"]),
         ("bounds.method=clipp", ["bounds.method = 'clipp'", "did you mean 'clip'", "clip-higher"]),
@@ -121,7 +122,7 @@ def test_a_password_is_in_neither_the_config_nor_the_error_message() -> None:
         ("task={name: gsm8k, numbers: 3}", ["task.numbers: no such setting of 'gsm8k'", "heldout"]),
         ("task.train=x.jsonl", ["task.train: no such setting of 'countdown'", "of data, gsm8k", "add name: data"]),
         ("bounds={method: gspo, delta: 0.1}",
-         ["of 'gspo'; known: method, eps_low", "; a setting of band, ripo, dppo, cppo"]),
+         ["of 'gspo'; known: method, eps_low", "; a setting of band, ripo, atr, dppo, cppo"]),
         ("task={name: data, template: boxd}", ["task.template = 'boxd'", "did you mean 'boxed'"]),
         ("task={name: data, train: [a.jsonl, {pth: x}]}",
          ["task.train[1].pth: no such setting (did you mean 'path'?); known: name, path, subset"]),
