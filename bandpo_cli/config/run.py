@@ -15,14 +15,22 @@ from pydantic import (
 )
 
 from bandpo_cli.config.batch_and_sampling import EvaluationConfig, GradingConfig, RewardConfig, SamplingConfig
-from bandpo_cli.config.task import AsList, CountdownTask, TaskSettings
+from bandpo_cli.config.task import CountdownTask, TaskSettings
 from bandpo_cli.errors import ConfigError, has_secret, plural
 from bandpo_cli.methods.band_and_clip import BandSettings
 from bandpo_cli.methods.importance_correction import DEFAULT_CAP, ImportanceRules, check_importance
 from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.metric_names import FLOPS, SAMPLED_TOKENS, is_clock_metric
 from bandpo_cli.registries import ADVANTAGES, TRACKERS
-from bandpo_cli.settings_validation import NotEmpty, NotNegative, Positive, Section, number_or, require
+from bandpo_cli.settings_validation import (
+    AsList,
+    NotEmpty,
+    NotNegative,
+    Positive,
+    Section,
+    number_or,
+    require,
+)
 
 Dtype = Literal["float32", "bfloat16"]
 EstimatorName = Annotated[str, AfterValidator(ADVANTAGES.check_name)]

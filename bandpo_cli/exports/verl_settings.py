@@ -292,6 +292,7 @@ def differences_of(config: RunConfig) -> list[str]:
         ("model.lora.alpha", not alpha.is_integer(), "verl has whole numbers only"),
         ("model.device", not model.device.startswith(("auto", "cuda")), "the exported job runs on GPUs"),
         ("sampling.engine", sampling.engine not in ("auto", "vllm"), "the exported job samples with vLLM"),
+        ("sampling.stop", sampling.stop, "verl has no stop strings: completions continue to their end token"),
         ("sampling.dynamic_batches", sampling.dynamic, "verl samples until it has all groups, without a limit"),
         ("sampling.max_lag", sampling.max_lag, "verl samples each batch with the weights of its step"),
         ("task.tools", config.task.tools, "verl runs tools in its agent loops, which have settings of their own"),
