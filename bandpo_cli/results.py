@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from bandpo_cli.config.layers import flatten, read_layer, resolve
+from bandpo_cli.config.layers import CHOSEN_AT_START, flatten, read_layer, resolve
 from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.errors import UserError
@@ -294,7 +294,9 @@ def changed_settings(config: RunConfig, on_gpu: bool = False) -> dict[str, tuple
     return {
         key: (value, defaults.get(key))
         for key, value in flatten(values).items()
-        if key != "model.path" and defaults.get(key) != value
+        if key != "model.path"
+        and defaults.get(key) != value
+        and not (key in CHOSEN_AT_START and defaults.get(key) == "auto")
     }
 
 

@@ -217,17 +217,14 @@ def problems_by_grader(
 
     A grader that compares with a reference answer grades no problem without one.
     """
-    by_grader: dict[str, list[Problem]] = {}
-    for problem in problems:
-        if problem.grader != ENVIRONMENT_GRADER:
-            by_grader.setdefault(problem.grader, []).append(problem)
-    checked = (reward for reward in rewards or () if not reward.is_control)
-    by_grader |= {reward.grader: [*problems] for reward in checked if reward.grader is not None}
-    pairs = (
-        (name, [problem for problem in graded if problem.answer or not needs_answer(name)])
-        for name, graded in by_grader.items()
-    )
-    return {name: graded for name, graded in pairs if graded}
+    added = [reward.grader for reward in rewards or () if reward.grader and not reward.is_control]
+    by_grader: dict[str, Sequence[Problem]] = {}
+    for name in dict.fromkeys([*(problem.grader for problem in problems), *added]):
+        graded = problems if name in added else [problem for problem in problems if problem.grader == name]
+        graded = [problem for problem in graded if problem.answer] if needs_answer(name) else graded
+        if graded and name != ENVIRONMENT_GRADER:
+            by_grader[name] = graded
+    return by_grader
 
 
 def extreme_settings(config: RunConfig) -> Iterator[str]:

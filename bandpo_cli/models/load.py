@@ -318,7 +318,9 @@ def _attention(config: ModelConfig) -> str | None:
 
 
 def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig, on_gpu: bool) -> bool:
-    """Return whether the model is trained with gradient checkpointing; `auto` is on a GPU if its architecture can.
+    """Return whether the model is trained with gradient checkpointing if its architecture can.
+
+    An `auto` for which the estimate of the memory has chosen nothing, since it has none, is true on a GPU.
 
     Raises:
         UserError: the setting is true, and the architecture has none that works outside of training mode.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from bandpo_cli.config.layers import read_yaml, to_yaml
+from bandpo_cli.config.layers import CHOSEN_AT_START, flatten, read_yaml, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object, user_path
@@ -130,18 +129,14 @@ def check_starts(info: SweepInfo, fork: str | None) -> None:
                 raise UserError(f"run {run.name}: {error.removeprefix('error: ')}")
 
 
-def _shape(config: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Any]:
+def _shape(config: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that the time of a run depends on.
 
-    The values that an earlier run has `chosen` replace the dtype `auto` and a null share of memory for vLLM.
+    The values of `CHOSEN_AT_START` that an earlier run has `chosen` replace those that are `auto` or null.
     """
-    shape = copy.deepcopy([*(config[section] for section in _SHAPE), config["optim"]["updates"]])
-    model, _, sampling, *_ = shape
-    if model["dtype"] == "auto":
-        model["dtype"] = chosen["model"]["dtype"]
-    if sampling["vllm"]["memory_fraction"] is None:
-        sampling["vllm"]["memory_fraction"] = chosen["sampling"]["vllm"]["memory_fraction"]
-    return shape
+    settings, values = flatten({section: config[section] for section in _SHAPE}), flatten(chosen)
+    replaced = {key: values[key] for key in CHOSEN_AT_START if settings.get(key, "") in ("auto", None)}
+    return settings | replaced | {"optim.updates": config["optim"]["updates"]}
 
 
 def estimate_time(
