@@ -159,7 +159,7 @@ def _known_error(error: Exception) -> UserError | RunError | None:
 def _usage_message(error: typer.TyperException) -> str:
     """Return the message about a wrong command line, with the flag or the setting that an unknown option may mean."""
     from bandpo_cli.config.layers import settings_named
-    from bandpo_cli.settings_validation import OPTIONS_ELSEWHERE, option_word, setting_for
+    from bandpo_cli.settings_validation import option_for, setting_for
 
     message, context = error.format_message(), getattr(error, "ctx", None)
     option = getattr(error, "option_name", "")
@@ -170,7 +170,7 @@ def _usage_message(error: typer.TyperException) -> str:
         flags = [flag.name for flag in SETTINGS if flag.setting == setting and flag.name in known]
         forms = ["--set {}=VALUE", *(["--axis {}=VALUE,VALUE"] if "--axis" in known else [])]
         advice = (
-            OPTIONS_ELSEWHERE.get(option_word(option), "")
+            option_for(option)
             or " or ".join(f"{flag} VALUE" for flag in flags)
             or " or ".join(form.format(key) for key in settings_named(option) for form in forms)
         )

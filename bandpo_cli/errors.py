@@ -156,8 +156,9 @@ class ConfigError(UserError):
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the closest of `allowed`, or an empty string when none is close."""
     # The time of the search grows with the square of the length: a long name would take minutes.
-    matches = difflib.get_close_matches(name[:100], list(allowed), n=1, cutoff=0.5)
-    return f" (did you mean '{matches[0]}'?)" if matches else ""
+    by_lower = {choice.lower(): choice for choice in allowed}
+    matches = difflib.get_close_matches(name[:100].lower(), list(by_lower), n=1, cutoff=0.5)
+    return f" (did you mean '{by_lower[matches[0]]}'?)" if matches else ""
 
 
 def unknown_choice(value: object, allowed: Iterable[str]) -> str:

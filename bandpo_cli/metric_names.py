@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from bandpo_cli.errors import UserError
 
@@ -34,6 +34,31 @@ FLOPS = "compute/flops"
 TOTAL_SECONDS = "time/total"
 TOTALS = (SAMPLED_TOKENS, TRAINED_TOKENS, FLOPS, TOTAL_SECONDS)
 """Cumulative metrics: what a run has taken up to the end of a step, evaluations and checkpoints not included."""
+
+
+class Label(NamedTuple):
+    """What people read in place of the key of a metric of a step, and its unit."""
+
+    name: str
+    unit: Literal["", "nats", "%"] = ""
+
+    def text(self, value: float) -> str:
+        """Return a value with its unit: `0.353 nats`, `0.39%`."""
+        return f"{value:.2%}" if self.unit == "%" else f"{value:.3f} {self.unit}".rstrip()
+
+
+LABELS = {
+    "train/reward": Label("training reward"),
+    "train/accuracy": Label("training accuracy"),
+    "train/entropy": Label("entropy", "nats"),
+    "clip/active_fraction": Label("clip fraction", "%"),
+    "clip/upper_fraction": Label("clip fraction, positive advantage", "%"),
+    "clip/lower_fraction": Label("clip fraction, negative advantage", "%"),
+    "clip/outside_fraction": Label("outside the interval", "%"),
+    "ratio/max": Label("largest ratio"),
+    "train/response_length": Label("tokens per completion"),
+}
+"""The labels of metrics on the terminal, in plots, pages and reports."""
 
 
 class Axis(NamedTuple):

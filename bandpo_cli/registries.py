@@ -364,8 +364,9 @@ class TaskEntry(Entry):
 LANGUAGE_MODEL_DEFAULTS: dict[str, Any] = {
     "model": {"gradient_checkpointing": "auto"},
     # The logits of 2,048 sequences and vLLM's counts of their tokens take 6 GiB with a vocabulary of 152k.
-    "sampling": {"max_tokens": 1024, "max_prompt_tokens": 1024, "max_sequences": 512},
-    "optim": {"lr": 1e-6},  # the paper's, and usual for full fine-tuning of 0.5B to 8B parameters
+    "sampling": {"max_tokens": 1024, "max_prompt_tokens": 1024, "max_sequences": 512, "vllm": {"sleep": "auto"}},
+    # The paper's rate, and usual for full fine-tuning of 0.5B to 8B parameters.
+    "optim": {"micro_batch_tokens": "auto", "lr": 1e-6},
     "evaluation": {"samples": 4},
 }
 """Defaults for worked answers of a language model. Those of the settings classes are for countdown and a model of a
@@ -373,7 +374,7 @@ million parameters."""
 
 COUNTDOWN_DEFAULTS = LANGUAGE_MODEL_DEFAULTS | {
     # An answer has 8 tokens without spaces, and twice as many with them.
-    "sampling": {"max_tokens": 32, "max_sequences": 512},
+    "sampling": {"max_tokens": 32, "max_sequences": 512, "vllm": {"sleep": "auto"}},
     "evaluation": {},
 }
 """Defaults for countdown with another model than the bundled one."""

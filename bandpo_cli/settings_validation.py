@@ -1,10 +1,13 @@
 """Validation of settings: base classes of sections, unknown keys ("did you mean"), sections chosen by a tag."""
 
+import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -19,67 +22,8 @@ from bandpo_cli.errors import ConfigError, nearest, redact_credentials, unknown_
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NotEmpty = Annotated[str, Field(min_length=1)]
-
-SETTINGS_ELSEWHERE = {
-    "bounds.delta": "delta",
-    "bounds.divergence": "divergence",
-    "bounds.eps_high": "clip_ratio clip_ratio_high epsilon_high",
-    "bounds.eps_low": "clip_ratio_low",
-    "bounds.method": "method",
-    "checkpoint.every": "save_freq save_steps",
-    "evaluation.every": "eval_steps test_freq",
-    "evaluation.k": "k",
-    "model.gradient_checkpointing": "gradient_checkpointing",
-    "model.lora.alpha": "lora_alpha",
-    "model.lora.rank": "lora_r lora_rank rank",
-    "model.lora.target_modules": "lora_target_modules",
-    "model.path": "model_name_or_path",
-    "objective.advantage_std": "scale_rewards",
-    "objective.advantages": "adv_estimator",
-    "objective.aggregation": "loss_agg_mode loss_type",
-    "objective.dual_clip": "clip_ratio_c",
-    "objective.entropy_bonus": "ent_coef entropy_coef entropy_coeff",
-    "objective.mask_truncated": "mask_truncated_completions",
-    "objective.off_policy_mask": "off_policy_mask_threshold",
-    "objective.reference_kl": "beta kl_coef kl_loss_coef",
-    "optim.lr": "learning_rate lr",
-    "optim.max_grad_norm": "grad_clip max_grad_norm",
-    "optim.schedule": "lr_scheduler_type",
-    "optim.updates": "num_iterations ppo_epochs ppo_mini_batch_size",
-    "optim.warmup_steps": "warmup_steps",
-    "optim.weight_decay": "weight_decay",
-    "sampling.engine": "engine sampler",
-    "sampling.max_prompt_tokens": "max_prompt_length",
-    "sampling.max_tokens": "max_completion_length max_new_tokens max_response_length max_tokens",
-    "sampling.prompts": "batch_size prompts train_batch_size",
-    "sampling.samples": "group_size n num_generations rollout_n",
-    "sampling.temperature": "temperature",
-    "sampling.top_p": "top_p",
-    "steps": "max_steps total_training_steps",
-    "task.grader": "grader",
-    "task.template": "template",
-    "tracking.trackers": "logger report_to",
-}
-"""Other names of settings: in TRL's GRPOConfig, in verl's trainer settings, and those that people try."""
-
-_EPOCHS = "--steps N, the number of batches of rollouts; an epoch has (training problems / sampling.prompts) of them"
-_MICRO_BATCH = "--set optim.micro_batch_tokens=N, the tokens of a micro-batch (not its sequences)"
-_TASK = "--task NAME|FILE"
-
-OPTIONS_ELSEWHERE = {
-    "dataset": _TASK,
-    "dataset_name": _TASK,
-    "epochs": _EPOCHS,
-    "epsilon": "--method clip --set bounds.eps_low=VALUE --set bounds.eps_high=VALUE",
-    "gradient_accumulation_steps": _MICRO_BATCH,
-    "num_train_epochs": _EPOCHS,
-    "output_dir": "--runs-dir FOLDER and --name NAME",
-    "per_device_train_batch_size": _MICRO_BATCH,
-    "reward_funcs": "--grader trl:module:function",
-    "total_epochs": _EPOCHS,
-    "use_vllm": "--sampler vllm",
-}
-"""What to type for options of other trainers that have another unit, or that are not a single setting."""
+AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
+"""A single item need not be in a list."""
 
 _MAX_PEERS = 7
 """Methods or tasks that an error lists as having a setting."""
@@ -90,8 +34,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
-    def __init__(self, /, **values: Any) -> None:
+    def __init__(self, /, *unnamed: Any, **values: Any) -> None:
         """Raise ConfigError, with the messages of the command line, if a value is not valid."""
+        if unnamed:
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name}: give values by name, {name}(key=value), or a dictionary to layers.resolve"
+            )
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -147,6 +96,8 @@ class TaggedSection(Section):
         kind, classes = cls.kind_of(values), cls.classes()
         key = cls.custom if isinstance(kind, str) and is_function_path(kind) else kind
         if not isinstance(key, str) or key not in classes:
+            if isinstance(key, str) and cls.kind_of({cls.tag: key.lower()}) in classes:
+                raise key_error(cls.tag, f" = {kind!r}: names are in lower case; type {key.lower()}")
             raise key_error(cls.tag, f" = {kind!r}: {unknown_choice(kind, classes)}")
         default = "" if cls.tag in values else ", the default"
         check_keys(classes[key], values, f" of '{kind}'{default}", classes, cls.tag)
@@ -157,6 +108,17 @@ def require(holds: object, problem: str) -> None:
     """Raise ValueError, which pydantic reports with the key of the section or field, unless `holds` is true."""
     if not holds:
         raise ValueError(problem)
+
+
+def number_or(*words: str) -> BeforeValidator:
+    """Return the check of a setting that is a whole number above 0 or one of `words`, with one error for both."""
+
+    def check(value: Any) -> Any:
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        require(value in words or is_count, f"a whole number above 0 is expected, or {' or '.join(words)}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def key_error(key: object, problem: str) -> PydanticCustomError:
@@ -175,7 +137,11 @@ def check_keys(
         )
     for key in (key for key in values if key not in known):
         having = [peer for peer, settings in peers.items() if key in settings.model_fields]
-        meant = setting_for(str(key)) if issubclass(cls, Section) and not having else None
+        name, value = str(key), values[key]
+        while isinstance(value, dict) and value and setting_for(name) is None:
+            inner, value = next(iter(value.items()))
+            name += f".{inner}"
+        meant = setting_for(name) if issubclass(cls, Section) and not having else None
         near = f" (did you mean '{meant}'?)" if meant else nearest(str(key), known)
         near = "; indent it below its section" if meant == key else near
         more = f" and {len(having) - _MAX_PEERS} more" if len(having) > _MAX_PEERS else ""
@@ -188,7 +154,10 @@ def check_keys(
             elsewhere += (
                 f", or add a reward to its own: --set 'task.rewards=[{{}}, {{grader: \"{values[key]}\"}}]'"
             )
-        raise key_error(key, f": no such setting{of}{near}; known: {', '.join(known) or 'none'}{elsewhere}")
+        raise key_error(
+            name if meant else key,
+            f": no such setting{of}{near}; known: {', '.join(known) or 'none'}{elsewhere}",
+        )
     return values
 
 
@@ -200,7 +169,8 @@ def describe_error(error: ValidationError, within: Sequence[str] = ()) -> tuple[
     """
     first, *others = error.errors(include_url=False)
     context = first.get("ctx", {})
-    parts = [*within, *first["loc"], *filter(None, [context.get("key")])]
+    loc = [part for part in first["loc"] if not str(part).startswith("@")]  # without the tags of unions
+    parts = [*within, *loc, *filter(None, str(context.get("key", "")).split("."))]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
     message = first["msg"].removeprefix("Value error, ")
     message = message.removesuffix(", unable to parse string as an integer")
@@ -226,9 +196,45 @@ def describe_error(error: ValidationError, within: Sequence[str] = ()) -> tuple[
     return message, parts
 
 
-def option_word(name: str) -> str:
-    """Return the last part of a flag or a key, as Python spells it: `learning_rate` for `--learning-rate`."""
-    return name.lstrip("-").replace("-", "_").rpartition(".")[2].lower()
+@functools.cache
+def trainer_keys(part: str) -> dict[str, Any]:
+    """Return a part of the table of the settings of TRL and verl: `trl`, `verl`, their losses, and other names.
+
+    A key without `to` has the setting whose rule for exports to verl names it.
+    """
+    import yaml
+
+    folder = Path(__file__).parent / "exports"
+    rows: dict[str, Any] = yaml.safe_load((folder / "from_trainers.yaml").read_text("utf-8"))[part]
+    rows |= {name: {} for name in str(rows.pop("no_effect", "")).split()}
+    if part == "verl":
+        *_, rules = yaml.safe_load_all((folder / "verl_settings.yaml").read_text("utf-8"))
+        direct = {rule["to"]: setting for setting, rule in rules.items() if "to" in rule}
+        rows = {
+            key: {"to": direct[key], **row} if key in direct and "note" not in row else row
+            for key, row in rows.items()
+        }
+    return rows
+
+
+@functools.cache
+def _names_elsewhere() -> dict[str, dict[str, Any]]:
+    """Return the rows of TRL's and verl's keys, also by the end of a key of verl, and of further names."""
+    rows: dict[str, dict[str, Any]] = {}
+    for key, row in trainer_keys("verl").items():
+        *_, section, last = ("", *key.split("."))
+        rows |= dict.fromkeys([key, f"{section}.{last}", *([last] if "_" in last else [])], row)
+    rows |= trainer_keys("trl")
+    rows |= {name: {"option": text} for name, text in trainer_keys("other_options").items()}
+    for setting, names in trainer_keys("other_names").items():
+        rows |= {name: {"to": setting} for name in names.split()}
+    return rows
+
+
+def _row_for(name: str, field: str) -> Any:
+    """Return a field of the row of a flag or key of another trainer, or of the last part of its name."""
+    word, rows = name.lstrip("-+~").replace("-", "_").lower(), _names_elsewhere()
+    return rows.get(word, {}).get(field) or rows.get(word.rpartition(".")[2], {}).get(field)
 
 
 def setting_for(name: str) -> str | None:
@@ -236,5 +242,9 @@ def setting_for(name: str) -> str | None:
 
     `--learning-rate`, `learning_rate` and `actor.learning_rate` are the same name.
     """
-    word = option_word(name)
-    return next((key for key, names in SETTINGS_ELSEWHERE.items() if word in names.split()), None)
+    return _row_for(name, "to")  # type: ignore[no-any-return]
+
+
+def option_for(name: str) -> str | None:
+    """Return what to type for a flag or key of another trainer that is not a single setting; None for any other."""
+    return _row_for(name, "option")  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ LINES = ("Band, kl, δ = 0.05", "TRL's interval [0.8, 1.2]")
 PANELS = {
     "mean reward": (("reward",), 1.0),
     "entropy, nats per token": (("entropy",), 1.0),
-    "clipped tokens, %": (("clip_ratio/high_mean", "clip_ratio/low_mean"), 100.0),
+    "clip fraction, %": (("clip_ratio/high_mean", "clip_ratio/low_mean"), 100.0),
 }
 """Label of each panel → metrics, whose sum it has, and the factor of its unit."""
 

@@ -14,13 +14,21 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.console import make_table, open_console, print_json, print_line, print_rows
+from bandpo_cli.cli.console import (
+    make_table,
+    open_console,
+    print_json,
+    print_line,
+    print_rows,
+    print_warnings,
+)
 from bandpo_cli.cli.options import complete_shipped_config
 from bandpo_cli.errors import UserError, nearest, one_line
 
@@ -242,7 +250,15 @@ def doctor(format_: opt.TableOrJson = "table") -> None:
 
 
 @configs_app.callback()
-def configs(context: typer.Context) -> None:
+@opt.documented
+def configs(
+    context: typer.Context,
+    from_: Annotated[
+        tuple[str, Path] | None,
+        opt.option("trl|verl FILE", flags=["--from"], complete=opt.one_of(("trl", "verl"))),
+    ] = None,
+    processes: Annotated[int, opt.option("N", min=1)] = 1,
+) -> None:
     """List the config files of the package; --config accepts their names.
 
     [bold]bandpo configs[/bold]  list the names, each with a one-line description
@@ -250,8 +266,26 @@ def configs(context: typer.Context) -> None:
     [bold]bandpo configs show paper/base[/bold]  print a config file, to copy and change
 
     [bold]bandpo train -c paper/base -c paper/models/qwen2.5-3b-instruct[/bold]  use them
+
+    [bold]bandpo configs --from trl grpo.yaml --processes 8 > run.yaml[/bold]  the run of a TRL config
+
+    [bold]bandpo configs --from verl overrides.txt > run.yaml[/bold]  of verl's YAML, or of its overrides
+
+    Args:
+        from_: Print the run of a config of TRL (YAML or JSON) or verl as a config file. Keys without an equivalent
+            are listed on stderr.
+        processes: Processes (GPUs) of the TRL run.
     """
     if context.invoked_subcommand is not None:
+        return
+    if from_ is not None:
+        from bandpo_cli.exports.from_trainers import Translation, read_trainer_file
+
+        trainer, path = opt.check_choice("--from", from_[0].lower(), ("trl", "verl")), from_[1]
+        ranks = {"num_processes": processes} if trainer == "trl" else {}
+        translated = Translation(trainer, ranks | read_trainer_file(path))
+        print_warnings(open_console(stderr=True), translated.missing, "no place:")
+        print(translated.to_yaml(), end="")
         return
     from bandpo_cli.config import describe_config, shipped_configs
 

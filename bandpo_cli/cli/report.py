@@ -13,8 +13,9 @@ from rich.text import Text
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import make_table, open_console, print_json, print_line, print_warnings
 from bandpo_cli.cli.options import folder_of
+from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import AXES
-from bandpo_cli.paths import relative_to_cwd
+from bandpo_cli.paths import path_exists, read_json_object, relative_to_cwd
 
 if TYPE_CHECKING:
     from bandpo_cli.reports.compare_variants import Metric, Report
@@ -26,7 +27,7 @@ _WIDE = 110
 @opt.documented
 def report(
     paths: Annotated[list[Path], opt.argument("PATH", complete=folder_of("sweep", "run"))],
-    baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's")] = None,
+    baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's, else the first")] = None,
     by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
     out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
     margin: Annotated[float, opt.option("M")] = 0.02,
@@ -61,6 +62,11 @@ def report(
 
     chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
     folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
+    if out is None and chosen.sweep is None and path_exists(folder / "report.json"):
+        earlier = read_json_object(folder / "report.json")
+        names = {run.get("run") for key in ("runs", "excluded") for run in earlier.get(key, ())}
+        if names != {run.folder.name for run in chosen.runs}:
+            raise UserError(f"{folder} has a report of other runs; give a folder for this one: --out DIR")
     written = write_report(chosen, folder, margin, AXES[x], fit)
     if format_ == "json":
         print_json(written.as_json())
@@ -105,7 +111,7 @@ def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> 
 
     def heading(metric: Metric) -> str:
         """Return the name on several short lines, such as `entropy`, `at 41%`, `accuracy`."""
-        name = metric.name.replace(", ", ",\n").replace("held-out ", "held-out\n")
+        name = metric.name.replace(", ", ",\n").replace("held-out ", "held-out\n").replace("clip ", "clip\n")
         if report.axis_level is not None and metric.key != "entropy_at_accuracy":
             what, at, place = name.partition(" at ")
             return "\n".join([what, *f"at {place}".replace("at ", "at\u00a0").split(" ")]) if at else name

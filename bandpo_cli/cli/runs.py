@@ -364,7 +364,7 @@ def plot(
     x: opt.AxisName = "step",
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
-    """Plot accuracy, entropy, clipped tokens and the clip map of a run, which may be in progress.
+    """Plot accuracy, entropy, clip fraction and the clip map of a run, which may be in progress.
 
     [bold]bandpo plot first[/bold]  again, with the steps that it has now
     [bold]bandpo plot first --format pdf --out figures[/bold]  for a paper

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
@@ -108,7 +109,7 @@ def sweep(
         executor: Where runs are executed: local, or ray for a cluster (the extra 'ray').
         ray_address: A running Ray cluster, or auto.
         name: Name of the sweep's folder.
-        dry_run: Print the runs and the estimate of the time, and stop.
+        dry_run: Print the runs and the estimate of the time, check by dry runs that the runs start, and stop.
         power: Run nothing; print how many seeds and problems show this difference of accuracy.
         pilot: For --power: a finished sweep, whose results show the spread.
         resume: Resume a sweep: runs that are not finished are executed again.
@@ -124,7 +125,9 @@ def sweep(
         return
     from bandpo_cli.config.layers import nest, read_assignments, read_config
     from bandpo_cli.experiments import sweep as run_sweep
+    from bandpo_cli.experiments.preflight import choose_run_name, extreme_settings
     from bandpo_cli.storage.run_folder import shell_command
+    from bandpo_cli.sweeps.estimate import check_starts
     from bandpo_cli.sweeps.sweep_plan import SweepPlan, plan_sweep
     from bandpo_cli.sweeps.sweep_run import Executor, dry_run_info
 
@@ -153,8 +156,15 @@ def sweep(
     for kind, note in request.notes() if isinstance(request, SweepPlan) else ():
         print_line(console, note, kind, "cyan")
     with closing(SweepView(console, runs_dir)) as view:
+        if isinstance(request, SweepPlan):
+            lines = chain.from_iterable(map(extreme_settings, request.runs.values()))
+            print_warnings(console, dict.fromkeys(lines))
         if dry_run and isinstance(request, SweepPlan):
-            view.print_plan(dry_run_info(request, chosen))
+            choose_run_name(runs_dir, name, "sweep")
+            info = dry_run_info(request, chosen)
+            view.phase("check")
+            check_starts(info, request.about.get("fork"))
+            view.print_plan(info)
             return
         with exit_on_sigterm():
             result = run_sweep(request, executor=chosen, runs_dir=runs_dir, name=name, callbacks=[view], x=x)
@@ -188,6 +198,7 @@ class SweepView(ExperimentView):
 
     spinners: Mapping[str, str] = {
         "tracking": "opening the sweep at MLflow …",
+        "check": "dry runs, one for all runs with the same start …",
         "trial": "a trial of three steps, for an estimate of the time …",
         "report": "writing the report …",
     }
@@ -206,6 +217,7 @@ class SweepView(ExperimentView):
 
     def print_plan(self, info: SweepInfo) -> None:
         """Print the table of runs and the estimate of the time."""
+        self.spin(None)
         from bandpo_cli.sweeps.estimate import estimate_disk_space, estimate_time
 
         self.console.print(plan_table(info), highlight=False)

@@ -36,7 +36,7 @@ from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.config.run import RunConfig, TrackingConfig, dtype_on
 from bandpo_cli.errors import excerpt, plural
 from bandpo_cli.experiments.monitor import destroyed_policy
-from bandpo_cli.metric_names import PHASES, SCORE, has_nonbinary_rewards
+from bandpo_cli.metric_names import LABELS, PHASES, SCORE, has_nonbinary_rewards
 from bandpo_cli.processes.ranks import launched_ranks
 from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.storage.checkpoints import model_checkpoints
@@ -62,13 +62,8 @@ BAR_PHASES = {
 LINE_SECONDS = 60.0
 """Seconds after which a step has a line of its own in plain output, besides every n-th step."""
 
-CURVES = {
-    "train/reward": ("reward", "{:.3f}"),
-    "train/accuracy": ("training accuracy", "{:.3f}"),
-    "train/entropy": ("entropy", "{:.3f} nats"),
-    "clip/active_fraction": ("clipped tokens", "{:.2%}"),
-}
-"""The metrics of the panel, with their labels and formats; the reward only if rewards are not just 0 and 1."""
+CURVES = ("train/reward", "train/accuracy", "train/entropy", "clip/active_fraction")
+"""The metrics of the panel; the reward only if rewards are not just 0 and 1."""
 
 FLAGGED = (
     ("grade/malformed_fraction", 0.2, "without a readable answer"),
@@ -214,7 +209,7 @@ class TrainView(ExperimentView):
             f"step {step}/{self._steps}",
             f"reward {record['train/reward']:.3f}" if self._shows_reward and "train/reward" in record else "",
             f"training {accuracy_text(record)}  entropy {record['train/entropy']:.3f} nats  "
-            f"clipped {clipped:.2%}  {record['time/step']:.2f} s/step"
+            f"clip fraction {clipped:.2%}  {record['time/step']:.2f} s/step"
             if step
             else "",
             f"updates skipped {skipped:.0f}" if skipped else "",
@@ -226,12 +221,12 @@ class TrainView(ExperimentView):
     def render(self) -> RenderableType:
         """Return the panel; a request to stop appears at once, and not after the step that it waits for."""
         grid = Table.grid(padding=(0, 2))
-        for key, (label, form) in CURVES.items():
+        for key in CURVES:
             if key == "train/reward" and not self._shows_reward:
                 continue
             values = self._history[key]
-            last = form.format(values[-1]) if values else "…"
-            grid.add_row(label, last, Text(sparkline(values), style="cyan"))
+            last = LABELS[key].text(values[-1]) if values else "…"
+            grid.add_row(LABELS[key].name, last, Text(sparkline(values), style="cyan"))
         if "perf/sampled_tokens_per_s" in self._last:
             sampled, trained = (self._last[f"perf/{kind}_tokens_per_s"] for kind in ("sampled", "trained"))
             grid.add_row("tokens per second", f"{sampled:,.0f} sampled", Text(f"{trained:,.0f} trained"))

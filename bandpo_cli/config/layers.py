@@ -58,7 +58,9 @@ def as_layers(settings: Settings) -> list[Layer]:
             sections = {
                 str(k): v.model_dump(mode="json") if isinstance(v, Section) else v for k, v in layer.items()
             }
-            layer = reduce(merge, (nest({key: value}) for key, value in sections.items()), dict[str, Any]())
+            layer = reduce(
+                _merge_mappings, (nest({key: value}) for key, value in sections.items()), dict[str, Any]()
+            )
         layers.append(layer)
     return layers
 
@@ -187,9 +189,19 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     return layer
 
 
+CHOSEN_AT_START = (
+    "model.dtype",
+    "model.gradient_checkpointing",
+    "optim.micro_batch_tokens",
+    "sampling.vllm.sleep",
+    "sampling.vllm.memory_fraction",
+)
+"""Settings that a run chooses at its start where they are `auto` or null; its config.yaml has the values."""
+
+
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return the settings with other values, given by dotted setting. Raises ConfigError if a value is not valid."""
-    return resolve([config.model_dump(mode="json"), nest(values)])
+    return resolve([config, values])
 
 
 def _set_nested(section: dict[str, Any], path: str, value: Any, where: str) -> None:

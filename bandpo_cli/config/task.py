@@ -44,13 +44,10 @@ from bandpo_cli.registries import (
     split_member,
     task_kind,
 )
-from bandpo_cli.settings_validation import NotEmpty, Section, TaggedSection, require
+from bandpo_cli.settings_validation import AsList, NotEmpty, Section, TaggedSection, require
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """The suffixes of the local files that can be read."""
-
-AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
-"""A single item need not be in a list."""
 
 
 def _check_function_path(name: str) -> str:
@@ -152,6 +149,9 @@ class TaskSettings(TaggedSection):
     max_turns: PositiveInt = 8
     """With tools or an environment: the largest number of messages of the model in a completion. Their tokens and what
     is inserted between them count towards sampling.max_tokens."""
+    max_turn_tokens: PositiveInt | None = None
+    """With tools or an environment: the largest number of tokens of a message of the model. A longer one ends there,
+    and the conversation continues. null: no limit but sampling.max_tokens."""
     max_result_chars: PositiveInt = 2000
     """Characters of a tool's result that the model receives."""
 
@@ -184,6 +184,14 @@ class TaskSettings(TaggedSection):
         """The rewards of evaluations: `rewards` without controls; None for the grader of the answers alone."""
         kept = tuple(reward for reward in self.rewards or () if not reward.is_control)
         return kept if any(reward.weight for reward in kept) else None
+
+    @field_validator("max_turns", "max_turn_tokens", "max_result_chars")
+    @classmethod
+    def _check_conversation(cls, limit: int | None, info: ValidationInfo) -> int | None:
+        default = cls.model_fields[str(info.field_name)].default
+        problem = "without tools or an environment a completion is one message; set sampling.max_tokens"
+        require(limit == default or info.data.get("tools") or info.data.get("environment"), problem)
+        return limit
 
     @field_validator("rewards")
     @classmethod
@@ -333,10 +341,10 @@ class DataTask(TaskSettings):
         return {source.answer_grader for source in (*self.sources("train"), *self.sources("heldout"))}
 
 
-def _number(value: Any) -> Any:
+def yaml_number(value: Any) -> Any:
     """Return the number that a text such as `1e-3` is in YAML 1.2 and JSON; YAML 1.1 reads it as text."""
     if isinstance(value, list):
-        return [_number(item) for item in value]
+        return [yaml_number(item) for item in value]
     pattern = r"[-+]?[0-9]+[eE][-+]?[0-9]{1,2}"
     return float(value) if isinstance(value, str) and re.fullmatch(pattern, value) else value
 
@@ -357,7 +365,7 @@ class ReasoningGymTask(TaskSettings):
     """Held-out problems of each generator."""
     seed: NonNegativeInt = 0
     """Seed of the problems. It is not the seed of the run, so that runs with several seeds have the same problems."""
-    options: dict[str, dict[str, Annotated[JsonValue, BeforeValidator(_number)]]] = Field(
+    options: dict[str, dict[str, Annotated[JsonValue, BeforeValidator(yaml_number)]]] = Field(
         default_factory=dict
     )
     """Options of the generators by name: {chain_sum: {max_terms: 3, size: 2000}}."""

@@ -117,11 +117,12 @@ def check_memory(
     task: Task | None = None,
     on_estimate: OnEstimate | None = None,
 ) -> RunConfig:
-    """Log the estimate of a run on a GPU, and return its settings with vLLM's share of the GPU. Imports torch.
+    """Log the estimate of a run, and return its settings with those that the estimate has chosen. Imports torch.
 
-    Without a GPU only a run that does not fit is logged. All ranks must call this together. `changeable` are the
-    settings that a message may advise to change, None for all; `on_estimate` is called with the estimate before it is
-    judged, and reports it instead of the log; the other arguments are those of `memory_of_task`.
+    Without a GPU only a run that does not fit is logged, or one with settings that are `auto`. All ranks must call this
+    together. `changeable` are the settings that a message may advise to change, None for all; `on_estimate` is called
+    with the estimate before it is judged, and reports it instead of the log; the other arguments are those of
+    `memory_of_task`.
 
     Raises UserError if the run needs more memory than its GPU has, or than other processes leave of it.
     """
@@ -144,11 +145,14 @@ def check_memory(
     except NoEstimateError as error:
         log.info("%s", error)
         return config
-    estimated, estimate = estimates[ranks.rank]
-    if on_estimate is None and ranks.is_main and (estimate.device.on_gpu or not estimate.fits):
+    # The rank with the least memory chooses for all.
+    estimated, estimate = min(estimates, key=lambda pair: pair[1].device.usable)
+    is_reported = estimate.device.on_gpu or estimate.chosen or not estimate.fits
+    if on_estimate is None and ranks.is_main and is_reported:
         log.log(logging.INFO if estimate.fits else logging.WARNING, "%s", line(estimated, estimate))
     fractions = [rank.memory_fraction for _, rank in estimates if rank.memory_fraction is not None]
-    return with_values(config, {"sampling.vllm.memory_fraction": min(fractions)}) if fractions else config
+    share = {"sampling.vllm.memory_fraction": min(fractions)} if fractions else {}
+    return with_values(config, {**estimate.chosen, **share})
 
 
 def describe_memory(estimate: MemoryEstimate) -> str:
@@ -165,6 +169,10 @@ def describe_memory(estimate: MemoryEstimate) -> str:
         line += f"; vLLM's share is {estimate.memory_fraction:g} ({_gib(estimate.vllm)})"
     if estimate.vllm < estimate.vllm_minimum:
         line += f", and it needs {_gib(estimate.vllm_minimum)}"
+    if estimate.chosen:
+        line += (
+            f"; auto is {', '.join(f'{key}={str(value).lower()}' for key, value in estimate.chosen.items())}"
+        )
     return line
 
 
@@ -180,6 +188,8 @@ def saving_advice(
 ) -> str:
     """Return the settings with which a run fits that does not, as the end of a message; see `check_memory`."""
     from bandpo_cli.models.memory_estimate import estimate_memory
+
+    config = with_values(config, estimate.chosen)
 
     def fits(flags: Mapping[str, str]) -> bool:
         assignments = [f"{key}={value}" for key, value in flags.items() if key != "--nproc"]
@@ -242,10 +252,9 @@ def memory_savings(
     model, sampling, vllm = config.model, config.sampling, config.sampling.vllm
     savings = []
     if training:
-        tokens, longest = config.optim.micro_batch_tokens, sampling.max_prompt_tokens + sampling.max_tokens
-        while tokens > longest:
-            tokens = max(tokens // 2, longest)
-            savings.append((True, "optim.micro_batch_tokens", f"{tokens}"))
+        from bandpo_cli.models.memory_estimate import smaller_passes
+
+        savings += [(True, "optim.micro_batch_tokens", f"{tokens}") for tokens in smaller_passes(config)]
     in_process = ENGINES[resolve_engine(sampling.engine, on_gpu)].shares_weights
     vllm_on_gpu, shares_gpu = on_gpu and not in_process, training and not engine_has_gpu
     savings += [

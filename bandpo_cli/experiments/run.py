@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.batch_and_sampling import use_expandable_segments
-from bandpo_cli.config.layers import Settings, as_layers, resolve, to_yaml
+from bandpo_cli.config.layers import (
+    CHOSEN_AT_START,
+    Settings,
+    as_layers,
+    flatten,
+    resolve,
+    to_yaml,
+    with_values,
+)
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import exits_as_errors, user_code
 from bandpo_cli.errors import GraderFailedError, closed_at_end
@@ -175,12 +183,8 @@ def start_run(
         return events, config, None
     changeable = CHANGEABLE_SETTINGS if plan.is_resume else None
     loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable, on_estimate)
-    # config.yaml has the dtype and the share of the GPU that were chosen at the start.
-    model = config.model.model_copy(update={"dtype": loaded.model.dtype})
-    share = {"memory_fraction": loaded.sampling.vllm.memory_fraction}
-    vllm = config.sampling.vllm.model_copy(update=share)
-    sampling = config.sampling.model_copy(update={"vllm": vllm})
-    config = config.model_copy(update={"model": model, "sampling": sampling})
+    values = flatten(loaded.model_dump(mode="json"))
+    config = with_values(config, {key: values[key] for key in CHOSEN_AT_START})
     check_same_on_all(components.ranks, to_yaml(config), str(plan.step))
     load_state(plan, config, components)
     return events, config, components
@@ -221,7 +225,7 @@ def start_process(
     """Begin the phase `load`: choose kernels, connect the ranks until `stack` closes, and check the memory.
 
     The last three arguments are as for `check_memory`. Returns the settings with what they are on this machine, such
-    as the dtype that `auto` is and vLLM's share of the GPU.
+    as the dtype that `auto` is (`CHOSEN_AT_START`).
     """
     events.phase("load")
     use_expandable_segments(config.sampling.max_lag)

@@ -1,29 +1,43 @@
-"""Folder of an experiment for verl: data files, run.sh, reward.py, README.md, and values in the syntax of Hydra.
+"""Folder of an experiment for verl: data files, run.sh, reward function, README.md, values in the syntax of Hydra.
 
 A row of the data files has verl's columns: `data_source`, `prompt`, `ability`, `reward_model` and `extra_info`. The
-complete problem is in `extra_info.problem` as JSON, which `exports.verl_reward` reads back.
+complete problem is in `extra_info.problem` as JSON, which `RewardFunction` reads back. verl's processes import this
+module for it, which needs neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import shlex
 import shutil
+import threading
+from base64 import urlsafe_b64encode
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from hashlib import sha256
+from importlib import metadata
+from io import BytesIO
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
-from bandpo_cli.config.layers import flatten
+from bandpo_cli import __version__
+from bandpo_cli.config.layers import flatten, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.exports.verl_settings import RULES, InFolder, Overrides, tokens_per_micro_batch
+from bandpo_cli.grading.pool import GraderPool, grade_components
 from bandpo_cli.storage.files import write_json
-from bandpo_cli.types import Message, Problem
+from bandpo_cli.types import Grade, Message, Problem
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+log = logging.getLogger("bandpo_cli")
 
 VERL_VERSION = "0.9.1"
 """The version whose settings, defaults and losses the export is written for."""
@@ -99,27 +113,55 @@ REWARD_MODULE = '''"""Reward function of this experiment: the graders and reward
 
 from pathlib import Path
 
-from bandpo_cli.exports.verl_reward import load_reward_function
+from bandpo_cli.exports.verl_files import load_reward_function
 
 compute_score = load_reward_function(Path(__file__).with_name("config.yaml"))
 '''
 
 
-def readme(
-    config: RunConfig, overrides: Overrides, differences: Sequence[str], arithmetic: Sequence[str]
-) -> str:
-    """Return README.md: how to run the folder, what differs, the batches, and each setting."""
+def cluster_script(name: str, nodes: int, gpus: int) -> str:
+    """Return cluster.sh, which starts Ray on several machines, with or without Slurm."""
+    return _render("cluster.sh", name=re.sub(r"[^\w.-]", "_", name), nodes=nodes, gpus=gpus)
+
+
+def package_wheel() -> tuple[str, bytes]:
+    """Return file name and content of a wheel of this package, from the files that run.
+
+    An index may not have this version, and an installation has no source tree to build from.
+    """
+    about = metadata.distribution("bandpo")  # a source tree has the one of its last installation, or PKG-INFO
+    text = about.read_text("METADATA") or about.read_text("PKG-INFO") or ""
+    fields = re.sub("(?m)^Version: .*", f"Version: {__version__}", text, count=1)
+    stem, package = f"bandpo-{__version__}", Path(__file__).parents[1]
+    tag = "Wheel-Version: 1.0\nGenerator: bandpo\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    info = {"METADATA": fields, "WHEEL": tag, "entry_points.txt": about.read_text("entry_points.txt") or ""}
+    contents = {f"{stem}.dist-info/{name}": text.encode() for name, text in info.items()}
+    for path in sorted(package.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            contents[path.relative_to(package.parent).as_posix()] = path.read_bytes()
+    record, archive = [f"{stem}.dist-info/RECORD,,"], BytesIO()
+    with ZipFile(archive, "w", ZIP_DEFLATED) as file:
+        for name, data in contents.items():
+            digest = urlsafe_b64encode(sha256(data).digest()).decode().rstrip("=")
+            record.append(f"{name},sha256={digest},{len(data)}")
+            file.writestr(name, data)
+        file.writestr(f"{stem}.dist-info/RECORD", "\n".join(record))
+    return f"{stem}-py3-none-any.whl", archive.getvalue()
+
+
+def readme(config: RunConfig, overrides: Overrides, **values: Any) -> str:
+    """Return README.md: how to run the folder, what differs, the batches, and each setting.
+
+    `values` are those of the template: differences, arithmetic, changes, wheel, nodes, gpus.
+    """
     settings = [
         (key, value, "; ".join(filter(None, (rule.to and f"`{rule.to}`", rule.reason))))
         for key, value in flatten(config.model_dump(mode="json")).items()
         for name, rule in RULES.items()
         if key == name or key.startswith(f"{name}.")
     ]
-    values = [(key.removeprefix("+"), hydra_value(value)) for key, value in overrides.items()]
-    return _render(
-        "README.md", method=config.bounds.describe(), arithmetic=arithmetic, differences=differences,
-        settings=settings, overrides=values,
-    )  # fmt: skip
+    keys = [(key.removeprefix("+"), hydra_value(value)) for key, value in overrides.items()]
+    return _render("README.md", method=config.bounds.describe(), settings=settings, overrides=keys, **values)
 
 
 def hydra_value(value: Any) -> str:
@@ -239,3 +281,57 @@ def problem_from_json(text: str) -> Problem:
     if not isinstance(fields["prompt"], str):
         fields["prompt"] = tuple(Message(role, content) for role, content in fields["prompt"])
     return Problem(**fields)
+
+
+class RewardFunction:
+    """The rewards of a configuration as verl's `compute_score`, for any number of calling threads.
+
+    verl calls it once per completion, from many threads, while a grader pool takes many completions and one caller. The
+    first of the waiting calls therefore grades all of them.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """Create the function without spawning a worker process."""
+        self._reward, self._components = config.reward, config.task.rewards or ()
+        self._pool = GraderPool(config.grading)
+        self._pool_lock = threading.Lock()
+        self._waiting: SimpleQueue[tuple[Problem, str, Future[Grade]]] = SimpleQueue()
+        self._reported: set[str] = set()
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any], **_: Any
+    ) -> dict[str, float]:
+        """Return `score`, the reward without the penalty for long completions, and `acc`, 1 for a correct answer.
+
+        `extra_info` is that of a row of `problem_table`, which has the complete problem.
+        """
+        result: Future[Grade] = Future()
+        self._waiting.put((problem_from_json(extra_info["problem"]), solution_str, result))
+        with self._pool_lock:
+            if not result.done():  # else another thread has graded the completion meanwhile
+                self._grade_waiting()
+        grade, reward = result.result(), self._reward
+        score = reward.wrong + (reward.correct - reward.wrong) * grade.reward
+        return {"score": score, "acc": float(grade.correct)}
+
+    def _grade_waiting(self) -> None:
+        """Grade all waiting completions and set their results; an error is raised in every thread that waits."""
+        batch = [self._waiting.get() for _ in range(self._waiting.qsize())]
+        problems, texts, results = zip(*batch, strict=True)
+        try:
+            grades = grade_components(self._pool.grade, self._components, problems, texts)
+        except Exception as error:  # noqa: BLE001 - each waiting thread raises it
+            for result in results:
+                result.set_exception(error)
+            return
+        for result, grade in zip(results, grades, strict=True):
+            result.set_result(grade)
+        for name, message in self._pool.errors.items():
+            if name not in self._reported:
+                self._reported.add(name)
+                log.warning("grader '%s' failed on an answer, which counts as wrong: %s", name, message)
+
+
+def load_reward_function(config_file: str | Path) -> RewardFunction:
+    """Return the reward function of a configuration file, such as the config.yaml of an exported folder."""
+    return RewardFunction(resolve([read_layer(Path(config_file))]))

@@ -11,6 +11,7 @@ packed rows the FlashAttention kernels that torch contains.
 """
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,12 +20,26 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from bandpo_cli.models.packing import Packing, causal_mask
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.models.packing import (
+    MAX_MASKED_ROW_TOKENS,
+    MAX_SHARED_ROW_TOKENS,
+    Packing,
+    Row,
+    causal_mask,
+    split_row,
+)
 
 MIN_SPARE_TOKENS, SPARE_SHARE = 32, 0.25
 """Room for further tokens that a cache layer gets when it grows: a share of its length, but at least a number."""
@@ -141,6 +156,66 @@ _IMPLEMENTATIONS: dict[str, tuple[Attention, Attention, Callable[..., Tensor]]] 
 AttentionMaskInterface.register("varlen", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 for _name, _functions in _IMPLEMENTATIONS.items():
     AttentionInterface.register(_name, _packed(*_functions))
+
+
+def _shapes_only(module: Any, query: Tensor, *states: Any, **settings: Any) -> tuple[Tensor, None]:
+    """Return an output of the right shape and save nothing: `attention_elements` counts what attention saves."""
+    return query.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
+
+
+SHAPES_ONLY = "bandpo_shapes_only"
+AttentionInterface.register(SHAPES_ONLY, _shapes_only)
+
+
+def attention_heads(text: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return the number of attention heads, the number of heads for keys and values, and the width of a head."""
+    heads = text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return heads, getattr(text, "num_key_value_heads", None) or heads, width
+
+
+def _full_rows(config: RunConfig) -> list[tuple[int, list[Row]]]:
+    """Return each power of two up to the maximum length, and it, with the rows of completions of this length."""
+    sampling, longest = config.sampling, config.sampling.max_tokens
+    prompt, lengths = (
+        range(sampling.max_prompt_tokens),
+        [*(2**i for i in range(longest.bit_length())), longest],
+    )
+    rows = (Row(prompt, [range(length)] * sampling.samples) for length in lengths)
+    return [
+        (length, split_row(row, MAX_SHARED_ROW_TOKENS)) for length, row in zip(lengths, rows, strict=True)
+    ]
+
+
+def update_tokens(config: RunConfig, ranks: int = 1) -> int:
+    """Return the most tokens of an update on a rank: completions share their prompt unless their row is split."""
+    sampling, groups = config.sampling, config.sampling.prompts // config.optim.updates
+    completions = math.ceil(groups * sampling.samples / ranks)
+    return max(
+        min(completions, groups * len(rows)) * sampling.max_prompt_tokens + completions * length
+        for length, rows in _full_rows(config)
+    )
+
+
+def attention_elements(config: RunConfig, text: PreTrainedConfig, tokens: int) -> int:
+    """Return the most elements of queries, keys, values, output and masks that attention saves in a layer.
+
+    They depend on the lengths of the completions: a prompt is copied for each of its completions, or has a mask
+    (`models.packing`). Micro-batches of `tokens` tokens are taken of prompts of the maximum length.
+    """
+    heads, key_value_heads, width = attention_heads(text)
+    has_masks = config.model.attention in ("auto", "sdpa", "eager")
+    most = 0
+    for length, (row, *_) in _full_rows(config):
+        samples = len(row.completions)
+        if samples > 1 and len(row) <= MAX_MASKED_ROW_TOKENS and has_masks:
+            # Keys and values are repeated for the query heads; the kernel converts masks to the dtype of the model.
+            elements = 4 * heads * tokens * width + tokens * len(row)
+        else:
+            copies = math.ceil(tokens / len(row) * samples * (len(row.prompt_ids) + length))
+            elements = 2 * (heads + key_value_heads) * copies * width
+        most = max(most, elements)
+    return most
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]

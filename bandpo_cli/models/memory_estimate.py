@@ -1,22 +1,25 @@
 """Estimate of the memory of a run, from shapes: the model is built on the meta device, without its weights."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from bandpo_cli.config.batch_and_sampling import resolve_engine
+from bandpo_cli.config.layers import with_values
 from bandpo_cli.config.run import ModelConfig, RunConfig, with_dtype
 from bandpo_cli.errors import UserError
+from bandpo_cli.models.attention import SHAPES_ONLY, attention_elements, attention_heads, update_tokens
 from bandpo_cli.models.load import meta_model, read_config, resolved_dtype, uses_gradient_checkpointing
 from bandpo_cli.models.logprobs import TILE_BYTES
 from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.model_files import base_config, loading_errors
-from bandpo_cli.models.packing import MAX_MASKED_ROW_TOKENS, MAX_SHARED_ROW_TOKENS, Row, split_row
 from bandpo_cli.models.weights import checkpointed_layers
 from bandpo_cli.registries import ENGINES
 
@@ -27,6 +30,8 @@ allowance, not a measurement."""
 ENGINE_BYTES_PER_LOGIT = 20
 """float32 logits, log-probs, probabilities and random numbers, and the int32 counts of vLLM's penalties."""
 _USABLE_SHARE = 0.95  # Largest share of a device that an estimate may take and still count as fitting
+_AMPLE_SHARE = 0.95  # Largest share of that which an update may take by values chosen for `auto`
+_MIN_PASS_TOKENS = 8192  # Gradient checkpointing comes before smaller micro-batches. Not measured on a GPU.
 _FLOAT32 = 4
 _COPY = "copy for a checkpoint"
 
@@ -73,6 +78,8 @@ class MemoryEstimate:
         vllm: bytes of the vLLM engine, also part of a phase; 0 without one.
         vllm_minimum: the fewest bytes with which that engine can sample the completions of one prompt.
         memory_fraction: `sampling.vllm.memory_fraction`, or what it is where it is null; None without vLLM on a GPU.
+        is_ample: whether the updates leave a margin, and an engine that never sleeps has all the memory it can use.
+        chosen: the values of the settings that are `auto`.
     """
 
     parameters: int
@@ -88,6 +95,8 @@ class MemoryEstimate:
     vllm: int = 0
     vllm_minimum: int = 0
     memory_fraction: float | None = None
+    is_ample: bool = True
+    chosen: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -128,7 +137,7 @@ def estimate_memory(
     engine_device: Device | None = None,
     training: bool = True,
 ) -> MemoryEstimate:
-    """Estimate the memory of a run.
+    """Estimate the memory of a run, with the first values for settings that are `auto` that leave a margin.
 
     Args:
         device: the device of the trainer, which need not exist here; each rank has such a device.
@@ -139,14 +148,56 @@ def estimate_memory(
     Raises:
         UserError: the model's config cannot be read, or (`NoEstimateError`) its memory does not follow from shapes.
     """
-    run = _Run(with_dtype(config, device.on_gpu), ranks, device.on_gpu, training)
+    config = with_dtype(config, device.on_gpu)
+    model = build_on_meta_device(config.model)
+    for chosen in _choices(config, model, device.on_gpu, training):
+        run = _Run(with_values(config, chosen), model, ranks, device.on_gpu, training)
+        estimate = _estimate(run, device, engine_device)
+        if estimate.is_ample:
+            break
+    return replace(estimate, chosen=chosen)
+
+
+def smaller_passes(config: RunConfig) -> list[int]:
+    """Return smaller values of `optim.micro_batch_tokens`, down to the tokens of the longest sequence."""
+    longest, tokens = config.sampling.max_prompt_tokens + config.sampling.max_tokens, config.optim.pass_tokens
+    smaller = []
+    while tokens > longest:
+        smaller.append(tokens := max(tokens // 2, longest))
+    return smaller
+
+
+def _choices(
+    config: RunConfig, model: PreTrainedModel, on_gpu: bool, training: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield values for the settings that are `auto`: the fastest ones first, those that need least memory last."""
+    sampling, sizes = config.sampling, [config.optim.pass_tokens, *smaller_passes(config)]
+    large = [size for size in sizes if size >= _MIN_PASS_TOKENS] or sizes[:1]
+    has_vllm = on_gpu and not ENGINES[resolve_engine(sampling.engine, on_gpu)].shares_weights
+    values: dict[str, list[Any]] = {}
+    if training and config.model.gradient_checkpointing == "auto":
+        values["model.gradient_checkpointing"] = [False, True] if checkpointed_layers(model) else [False]
+    if training and config.optim.micro_batch_tokens == "auto":
+        values["optim.micro_batch_tokens"] = large
+    if has_vllm and not sampling.max_lag and sampling.vllm.sleep == "auto":
+        values["sampling.vllm.sleep"] = [False, True]
+    for combination in product(*values.values()):
+        yield dict(zip(values, combination, strict=True))
+    if "optim.micro_batch_tokens" in values:
+        most_saving = {key: options[-1] for key, options in values.items()}
+        yield from ({**most_saving, "optim.micro_batch_tokens": size} for size in sizes[len(large) :])
+
+
+def _estimate(run: "_Run", device: Device, engine_device: Device | None) -> MemoryEstimate:
+    """Return the estimate of a run without settings that are `auto`."""
+    config, ranks, training = run.config, run.ranks, run.training
     backward, reduction, gathered, sampling = fsdp_bytes(run.model, ranks if training else 1)
     always, update, process = {"weights": run.weights}, Bytes(), Bytes()
     if training:
         always = run.held_bytes()
         gradients = {"gradients": _FLOAT32 * run.trained_stored}
         update, reduction = gradients | run.pass_bytes() | backward, gradients | reduction
-    vllm, minimum, fraction = 0, 0, None
+    vllm, minimum, fraction, is_limited = 0, 0, None, False
     lag = training and config.sampling.max_lag > 0
     if run.shares_weights:
         held = run.generation_bytes()
@@ -157,14 +208,18 @@ def estimate_memory(
         if sleeps:
             update["vLLM while it sleeps"] = reduction["vLLM while it sleeps"] = SLEEPING_ENGINE_BYTES
         beside = _peak(always, sampling) if sleeps else _peak(always, sampling, update, reduction)
-        vllm, minimum, fraction = run.vllm_bytes(engine_device or device, 0 if engine_device else beside)
+        vllm, minimum, fraction, is_limited = run.vllm_bytes(
+            engine_device or device, 0 if engine_device else beside
+        )
+        is_limited = is_limited and not sleeps
         share = {"vLLM: weights and cache": vllm}
         sampling, process = (sampling | share, process) if sleeps else (sampling, share)
     if engine_device is None:
         always, process = always | process, {}
+    is_ample = _peak(always, update, reduction) <= _AMPLE_SHARE * device.usable and not is_limited
     estimate = MemoryEstimate(
         run.total, run.trained, ranks, always, update, reduction, sampling, process, device, engine_device,
-        vllm, minimum, fraction,
+        vllm, minimum, fraction, is_ample,
     )  # fmt: skip
     if not estimate.fits:  # a run that lacks the memory for the copy takes none
         always.pop(_COPY, None)
@@ -174,11 +229,12 @@ def estimate_memory(
 class _Run:
     """A run whose model is on the meta device."""
 
-    def __init__(self, config: RunConfig, ranks: int, on_gpu: bool, training: bool) -> None:
-        self.config, self.ranks, self.on_gpu = config, ranks, on_gpu
+    def __init__(
+        self, config: RunConfig, model: PreTrainedModel, ranks: int, on_gpu: bool, training: bool
+    ) -> None:
+        self.config, self.ranks, self.on_gpu, self.training = config, ranks, on_gpu, training
         self.shares_weights = ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights
-        self.model = build_on_meta_device(config.model)
-        self.text, self.itemsize = self.model.config.get_text_config(), self.model.dtype.itemsize
+        self.model, self.text, self.itemsize = model, model.config.get_text_config(), model.dtype.itemsize
         self.total, self.trained = stored_parameters(self.model.parameters())
         self.stored, self.trained_stored = stored_parameters(self.model.parameters(), ranks)
         self.has_lora, sampling = config.model.lora is not None, config.sampling
@@ -192,7 +248,7 @@ class _Run:
             if self.shares_weights:  # it samples one batch at a time
                 prompts = min(prompts, max(1, evaluation.batch // self.samples))
         self.sequences = min(math.ceil(prompts / ranks) * self.samples, sampling.max_sequences)
-        _, heads, width = _heads(self.text)
+        _, heads, width = attention_heads(self.text)
         self.cache = self.longest * 2 * self.text.num_hidden_layers * heads * width * self.itemsize
 
     def held_bytes(self) -> Bytes:
@@ -218,7 +274,7 @@ class _Run:
     def pass_bytes(self) -> Bytes:
         """Return the bytes of a forward and backward pass of one micro-batch."""
         config, text = self.config, self.text
-        tokens = min(max(config.optim.micro_batch_tokens, self.longest), update_tokens(config, self.ranks))
+        tokens = min(max(config.optim.pass_tokens, self.longest), update_tokens(config, self.ranks))
         attention = attention_elements(config, text, tokens)
         activations = activation_bytes(self.model, tokens, config.model, attention, self.on_gpu)
         tile = min(TILE_BYTES["cuda" if self.on_gpu else "cpu"], tokens * text.vocab_size * _FLOAT32)
@@ -240,25 +296,26 @@ class _Run:
         name = f"at most: next-token distributions of {self.sequences:,} sequences"
         return {cache: self.sequences * self.cache, name: distributions}
 
-    def vllm_bytes(self, device: Device, already_taken: int) -> tuple[int, int, float | None]:
+    def vllm_bytes(self, device: Device, already_taken: int) -> tuple[int, int, float | None, bool]:
         """Return the bytes of the vLLM engine on its device, the fewest to sample with, and its share of the GPU.
 
         Where the settings leave the share open, it is what a full batch needs, and at most the room beside the bytes
-        that the trainer takes while the engine is awake. What stays while the engine sleeps is part of the share.
+        that the trainer takes while the engine is awake; the last value is whether that room is less. What stays while
+        the engine sleeps is part of the share.
         """
         sampling = self.config.sampling
         settings, gpus = sampling.vllm, sampling.vllm.tensor_parallel
         if not device.on_gpu:
-            return self.weights + int(settings.kv_cache_gb * GIB), 0, None
+            return self.weights + int(settings.kv_cache_gb * GIB), 0, None, False
         logits = sampling.max_sequences * self.text.vocab_size * ENGINE_BYTES_PER_LOGIT
         fixed = self.weights // gpus + logits + SLEEPING_ENGINE_BYTES
         full = fixed + self.sequences * self.cache // gpus
         fewest = fixed + min(self.sequences, self.samples) * self.cache // gpus
-        fraction = settings.memory_fraction
+        fraction, is_limited, room = settings.memory_fraction, False, device.usable - already_taken
         if fraction is None:
-            percent = math.floor(100 * min(full, device.usable - already_taken) / device.total)
+            percent, is_limited = math.floor(100 * min(full, room) / device.total), room < full
             fraction = max(percent, math.ceil(100 * fewest / device.total)) / 100
-        return int(device.total * fraction), fewest, fraction
+        return int(device.total * fraction), fewest, fraction, is_limited
 
 
 def stored_parameters(parameters: Iterable[nn.Parameter], ranks: int = 1) -> tuple[int, int]:
@@ -313,7 +370,7 @@ def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
     config, _ = base_config(config)  # an adapter is merged into its base while it is loaded
     model_config = read_config(config)
     with loading_errors(config.path, "its config cannot be read"):
-        options = {"dtype": resolved_dtype(config), "attn_implementation": _SHAPES_ONLY}
+        options = {"dtype": resolved_dtype(config), "attn_implementation": SHAPES_ONLY}
         model = meta_model(config, model_config, **options)
         model.tie_weights()
         if config.lora is not None:
@@ -322,66 +379,26 @@ def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def _heads(text: PreTrainedConfig) -> tuple[int, int, int]:
-    """Return the number of attention heads, the number of heads for keys and values, and the width of a head."""
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return heads, getattr(text, "num_key_value_heads", None) or heads, width
-
-
-def _full_rows(config: RunConfig) -> list[tuple[int, list[Row]]]:
-    """Return each power of two up to the maximum length, and it, with the rows of completions of this length."""
-    sampling, longest = config.sampling, config.sampling.max_tokens
-    prompt, lengths = (
-        range(sampling.max_prompt_tokens),
-        [*(2**i for i in range(longest.bit_length())), longest],
-    )
-    rows = (Row(prompt, [range(length)] * sampling.samples) for length in lengths)
-    return [
-        (length, split_row(row, MAX_SHARED_ROW_TOKENS)) for length, row in zip(lengths, rows, strict=True)
-    ]
-
-
-def update_tokens(config: RunConfig, ranks: int = 1) -> int:
-    """Return the most tokens of an update on a rank: completions share their prompt unless their row is split."""
-    sampling, groups = config.sampling, config.sampling.prompts // config.optim.updates
-    completions = math.ceil(groups * sampling.samples / ranks)
-    return max(
-        min(completions, groups * len(rows)) * sampling.max_prompt_tokens + completions * length
-        for length, rows in _full_rows(config)
-    )
-
-
-def attention_elements(config: RunConfig, text: PreTrainedConfig, tokens: int) -> int:
-    """Return the most elements of queries, keys, values, output and masks that attention saves in a layer.
-
-    They depend on the lengths of the completions: a prompt is copied for each of its completions, or has a mask
-    (`models.packing`). Micro-batches of `tokens` tokens are taken of prompts of the maximum length.
-    """
-    heads, key_value_heads, width = _heads(text)
-    has_masks = config.model.attention in ("auto", "sdpa", "eager")
-    most = 0
-    for length, (row, *_) in _full_rows(config):
-        samples = len(row.completions)
-        if samples > 1 and len(row) <= MAX_MASKED_ROW_TOKENS and has_masks:
-            # Keys and values are repeated for the query heads; the kernel converts masks to the dtype of the model.
-            elements = 4 * heads * tokens * width + tokens * len(row)
-        else:
-            copies = math.ceil(tokens / len(row) * samples * (len(row.prompt_ids) + length))
-            elements = 2 * (heads + key_value_heads) * copies * width
-        most = max(most, elements)
-    return most
-
-
 def activation_bytes(
     model: PreTrainedModel, tokens: int, config: ModelConfig, attention: int, on_gpu: bool
 ) -> int:
     """Return the bytes that autograd saves for a backward pass of `tokens` packed tokens, without the output layer.
 
-    With gradient checkpointing these are the input of every layer and all activations of one layer at a time.
-    `attention` is the number of elements that attention saves in a layer; on a GPU checkpointing is `auto`.
+    With gradient checkpointing these are the input of every layer, the last output, its norm and its gradient, and all
+    activations of one layer at a time.
+    `attention` is the number of elements that attention saves in a layer.
     """
+    text = model.config.get_text_config()
+    layers: int = text.num_hidden_layers
+    activations: int = _saved_bytes(model, tokens, config.path) + layers * attention * model.dtype.itemsize
+    if not uses_gradient_checkpointing(model, config, on_gpu):
+        return activations
+    return int((layers + 3) * tokens * text.hidden_size * model.dtype.itemsize) + activations // layers
 
+
+@lru_cache(maxsize=4)
+def _saved_bytes(model: PreTrainedModel, tokens: int, path: str) -> int:
+    """Return the bytes of the tensors that autograd saves outside of attention, without the parameters."""
     saved: dict[int, Tensor] = {}  # one tensor of each storage, whose address may be reused after it is freed
 
     def save(tensor: Tensor) -> Tensor:
@@ -396,21 +413,6 @@ def activation_bytes(
     except Exception as error:
         kind = model.config.model_type
         what = f"the memory of {kind} models cannot be estimated, so that it is not checked"
-        raise NoEstimateError(f"model.path = {config.path!r}: {what}") from error
-    text = model.config.get_text_config()
-    layers: int = text.num_hidden_layers
+        raise NoEstimateError(f"model.path = {path!r}: {what}") from error
     stored = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    activations: int = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in stored)
-    activations += layers * attention * model.dtype.itemsize
-    if not uses_gradient_checkpointing(model, config, on_gpu):
-        return activations
-    return int(layers * tokens * text.hidden_size * model.dtype.itemsize) + activations // layers
-
-
-def _shapes_only(module: Any, query: Tensor, *states: Any, **settings: Any) -> tuple[Tensor, None]:
-    """Return an output of the right shape and save nothing: `attention_elements` counts what attention saves."""
-    return query.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
-
-
-_SHAPES_ONLY = "bandpo_shapes_only"
-AttentionInterface.register(_SHAPES_ONLY, _shapes_only)
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in stored)

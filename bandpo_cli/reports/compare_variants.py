@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 from bandpo_cli.evaluation.verdicts import MARGIN, conclude, holm
-from bandpo_cli.metric_names import STEP
+from bandpo_cli.metric_names import LABELS, STEP
 from bandpo_cli.reports.report_record import RunRecord
 from bandpo_cli.reports.run_tables import ExcludedRun, RunTables, common_n, percent_text, scores_of
 from bandpo_cli.reports.run_variants import ABSENT, differing_settings, format_setting
@@ -261,7 +261,7 @@ def report_metrics(tables: RunTables, sets: Sequence[str], level: float | None) 
         entropy("entropy", "entropy", "mean over the last tenth of the steps, nats per token"),
         entropy("entropy_at_accuracy", f"entropy at {reached} accuracy", at_accuracy),
         means["pass"],
-        shown("clipped", "clipped", share, percent=True),
+        shown("clipped", LABELS["clip/active_fraction"].name, share, percent=True),
         shown(SECONDS_PER_STEP, "s/step", seconds, largest=None, unit="s"),
     ]
     for label in sets if len(sets) > 1 else ():

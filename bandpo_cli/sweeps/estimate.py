@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from bandpo_cli.config.layers import read_yaml, to_yaml
+from bandpo_cli.config.layers import CHOSEN_AT_START, flatten, read_yaml, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object, user_path
@@ -34,6 +33,9 @@ START_S = 8.0
 """Seconds of a run outside its training time: imports and loading before it, plots and MLflow after it."""
 
 _MAX_RUNS = 5  # finished runs of which the median is taken
+
+_WITHOUT_CHECK = ("seed", "steps", "bounds", "checkpoint", "stop")
+"""Settings and sections that a dry run does not check beyond the plan of the sweep, as is `optim.lr`."""
 
 _SHAPE = ("model", "task", "sampling", "evaluation", "objective")
 """Sections of the settings that the time of a run depends on, besides `optim.updates`."""
@@ -85,15 +87,10 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: i
     )
     short = config.model_copy(update={"steps": steps, "tracking": tracking})
     with tempfile.TemporaryDirectory(prefix="bandpo-trial-") as scratch:
-        plan = Path(scratch) / "trial.yaml"
-        plan.write_text(to_yaml(short), encoding="utf-8")
-        command = [*TRAIN, "--config", str(plan), "--name", "t", "--runs-dir", scratch, *rank_flags(ranks)]
         start = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, env=dict(variables))
+        if error := _execute(short, scratch, rank_flags(ranks), variables):
+            raise UserError(f"a trial of {steps} steps failed, {error}")
         wall = time.perf_counter() - start
-        if done.returncode:
-            line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise UserError(f"a trial of {steps} steps failed, {line}")
         records = RunFolder(Path(scratch) / "t").read_metrics()
     evaluating = fmean([record["time/eval"] for record in records if "time/eval" in record] or [0.0])
     training = [line["time/step"] - line.get("time/eval", 0.0) for line in records if line["step"] > 0]
@@ -104,18 +101,42 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: i
     return float(start_and_end + config.steps * step + count * evaluating)
 
 
-def _shape(config: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Any]:
+def _execute(
+    config: RunConfig, scratch: str, words: Sequence[str], variables: Mapping[str, str]
+) -> str | None:
+    """Execute `bandpo train` with these settings as the run `t` in a folder; return its error, None without."""
+    plan = Path(scratch) / "trial.yaml"
+    plan.write_text(to_yaml(config), encoding="utf-8")
+    command = [*TRAIN, "--config", str(plan), "--name", "t", "--runs-dir", scratch, *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(variables))
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1] if done.returncode else None
+
+
+def check_starts(info: SweepInfo, fork: str | None) -> None:
+    """Raise UserError if a dry run refuses a pending run; runs that differ only in `_WITHOUT_CHECK` share one."""
+    checked = set[str]()
+    for run in info.pending:
+        config = info.configs[run.name]
+        kept = {key: value for key, value in vars(config).items() if key not in _WITHOUT_CHECK}
+        key = repr({**kept, "optim": config.optim.model_copy(update={"lr": 0.0})})
+        if key in checked:
+            continue
+        checked.add(key)
+        words = ["--dry-run", *rank_flags(info.ranks), *([] if fork is None else ["--fork", fork])]
+        with tempfile.TemporaryDirectory(prefix="bandpo-trial-") as scratch:
+            if error := _execute(config, scratch, words, os.environ):
+                raise UserError(f"run {run.name}: {error.removeprefix('error: ')}")
+
+
+def _shape(config: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that the time of a run depends on.
 
-    The values that an earlier run has `chosen` replace the dtype `auto` and a null share of memory for vLLM.
+    The values of `CHOSEN_AT_START` that an earlier run has `chosen` replace those that are `auto` or null.
     """
-    shape = copy.deepcopy([*(config[section] for section in _SHAPE), config["optim"]["updates"]])
-    model, _, sampling, *_ = shape
-    if model["dtype"] == "auto":
-        model["dtype"] = chosen["model"]["dtype"]
-    if sampling["vllm"]["memory_fraction"] is None:
-        sampling["vllm"]["memory_fraction"] = chosen["sampling"]["vllm"]["memory_fraction"]
-    return shape
+    settings, values = flatten({section: config[section] for section in _SHAPE}), flatten(chosen)
+    replaced = {key: values[key] for key in CHOSEN_AT_START if settings.get(key, "") in ("auto", None)}
+    return settings | replaced | {"optim.updates": config["optim"]["updates"]}
 
 
 def estimate_time(

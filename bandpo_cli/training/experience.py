@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bandpo_cli.config.run import ObjectiveConfig, RunConfig
 from bandpo_cli.errors import RunError
+from bandpo_cli.methods.importance_correction import importance_weights
 from bandpo_cli.methods.loss import LossBatch, PolicyLoss
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
@@ -35,7 +36,6 @@ from bandpo_cli.models.packing import (
     rows_from_groups,
 )
 from bandpo_cli.objective.advantages import wrong_peers
-from bandpo_cli.objective.importance_correction import importance_weights
 from bandpo_cli.objective.policy_objective import AGGREGATIONS, off_policy_tokens
 from bandpo_cli.processes.ranks import Ranks, balanced_owners
 from bandpo_cli.types import Group
@@ -189,7 +189,8 @@ class Experience(LossBatch):
         weights = None
         if not self.old.is_exact:
             weights = importance_weights(logprobs, batch.sampled_logprobs, batch.lengths, self.loss.objective)
-        columns = self.loss.prepare(logprobs, batch.advantages)
+        sampled = (batch.sampled_logprobs,) if self.loss.needs_sampler else ()
+        columns = self.loss.prepare(logprobs, batch.advantages, *sampled)
         return replace(batch, old_logprobs=logprobs, importance_weights=weights, columns=columns)
 
     def gather(self, ranks: Ranks, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -251,7 +252,7 @@ def prepare_updates(
     Raises:
         RunError: a completion has no tokens.
     """
-    max_tokens, temperature = config.optim.micro_batch_tokens, config.sampling.temperature
+    max_tokens, temperature = config.optim.pass_tokens, config.sampling.temperature
     objective, size = config.objective, len(groups) // config.optim.updates
     finished_PG = [[item.completion.finish_reason == "stop" for item in group.rollouts_G] for group in groups]
     has_loss_PG = torch.tensor(finished_PG) | (not objective.mask_truncated)

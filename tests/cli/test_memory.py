@@ -55,7 +55,7 @@ def test_out_of_memory_is_one_line_with_valid_settings(fail):
     assert "\n" not in line
     settings = re.findall(r"--set (\S+?)(?:,|$)", line)
     less = resolve([GSM8K, read_assignments(settings)])
-    assert less.optim.micro_batch_tokens < config.optim.micro_batch_tokens
+    assert less.optim.pass_tokens < config.optim.pass_tokens
     assert less.model.gradient_checkpointing
     assert less.model.dtype == "bfloat16"
 

@@ -13,7 +13,7 @@ from bandpo_cli.config.layers import flatten, read_config, resolve
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.band_and_clip import BandSettings, ClipSettings
-from bandpo_cli.settings_validation import SETTINGS_ELSEWHERE
+from bandpo_cli.settings_validation import trainer_keys
 from tests.cli.eval_command import Done, succeed, usage_error, without_torch
 
 LONG = "a" * 300
@@ -49,6 +49,7 @@ FILES = {
 MISTAKES: dict[str, list[str]] = {
     # words of other trainers
     "train --learning-rate 1e-5": ["No such option: --learning-rate; use --lr VALUE"],
+    "train --method GRPO": ["bounds.method = 'GRPO': names are in lower case; type grpo"],
     "train --num_train_epochs 3": ["use --steps N, the number of batches of rollouts; an epoch has"],
     "train --per_device_train_batch_size 4": ["the tokens of a micro-batch (not its sequences)"],
     "train --epsilon 0.2": ["use --method clip --set bounds.eps_low=VALUE --set bounds.eps_high=VALUE"],
@@ -59,7 +60,8 @@ MISTAKES: dict[str, list[str]] = {
     "sweep --schedule cosine": ["No such option: --schedule; use --set optim.schedule=VALUE or --axis"],
     "samples first -k 3": ["No such option: -k (see bandpo samples --help)"],
     "train --set lr=1e-5": ["lr: no such setting (did you mean 'optim.lr'?)"],
-    "train --set actor.clip_ratio_high=0.28": ["actor: no such setting"],
+    "train --set data.train_batch_size=4": ["train_batch_size: no such setting (did you mean 'sampling.prompts'?)"],
+    "train --set lora.rank=8": ["lora.rank: no such setting (did you mean 'model.lora.rank'?)"],
     # several values where one is expected
     "train --delta 0.01,0.05": [
         "--delta 0.01,0.05: train takes one value; bandpo sweep --delta 0.01,0.05 compares several",
@@ -293,6 +295,7 @@ def test_flags_are_settings_also_with_value_0(folder, monkeypatch):
         assert f"{line}\n" in printed
     planned = []
     monkeypatch.setattr(SweepView, "print_plan", lambda _, info: planned.append(info))
+    monkeypatch.setattr("bandpo_cli.sweeps.estimate.check_starts", lambda *_: None)
     axes = ["--lr", "1e-5,1e-6", "--max-tokens", "6,8", "--steps", "2", "--dry-run"]
     succeed("sweep", *axes, cwd=folder)
     runs = {(config.optim.lr, config.sampling.max_tokens) for config in planned[0].configs.values()}
@@ -305,7 +308,8 @@ def test_suggested_settings_exist():
     data = {"task": {"name": "data", "train": "x"}}
     layers = [[{"bounds": {"method": method}}, lora] for method in METHODS] + [[data]]
     keys = {key for layer in layers for key in flatten(resolve(layer).model_dump(), keep_empty=True)}
-    assert set(SETTINGS_ELSEWHERE) <= keys
+    rows = [row for part in ("trl", "verl") for row in trainer_keys(part).values()]
+    assert {row["to"] for row in rows if "to" in row} | set(trainer_keys("other_names")) <= keys
 
 
 def test_a_file_of_the_user_comes_before_a_shipped_one(folder):

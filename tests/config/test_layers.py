@@ -16,6 +16,7 @@ from bandpo_cli.config.layers import (
     read_layer,
     resolve,
     to_yaml,
+    with_values,
 )
 from bandpo_cli.config.run import OptimConfig, RunConfig
 from bandpo_cli.errors import ConfigError
@@ -42,8 +43,8 @@ MATH = {"task": {"name": "math", "train": {"name": "math", "levels": [3, 4, 5]}}
         ([GSM8K, {"task": {"name": "data"}}], {"task": {"name": "data"}}),
         ([{"task": {"numbers": 3}}, {"task": {"name": "gsm8k"}}], {"task": {"name": "gsm8k"}}),
         # of a section without a tag, what the default class does not have stays, and what all classes have
-        ([{"task": {"numbers": 3, "template": "boxed", "max_turns": 3}}, {"task": {"name": "gsm8k"}}],
-         {"task": {"name": "gsm8k", "template": "boxed", "max_turns": 3}}),
+        ([{"task": {"numbers": 3, "template": "boxed", "tools": ["m:f"]}}, {"task": {"name": "gsm8k"}}],
+         {"task": {"name": "gsm8k", "template": "boxed", "tools": ["m:f"]}}),
         ([{"bounds": {"delta": 0.2}}, {"bounds": {"method": "ripo"}}], {"bounds": {"method": "ripo"}}),
         ([GSM8K, ["task.template=plain"]], {"task": {**GSM8K["task"], "template": "plain"}}),
         ([GSM8K, {"task": {"name": "gsm8k", "system": "x"}}], {"task": {**GSM8K["task"], "system": "x"}}),
@@ -95,6 +96,7 @@ def test_a_password_is_in_neither_the_config_nor_the_error_message() -> None:
     ("setting", "parts"),
     [
         ("optim.prompts=4", ["optim.prompts: no such setting (did you mean 'sampling.prompts'?)"]),
+        ("optim.micro_batch_tokens=0", ["tokens = 0: a whole number above 0 is expected, or auto"]),
         ("optim.lrr=1", ["optim.lrr", "no such setting", "did you mean 'lr'", "micro_batch_tokens"]),
         ("bonds={}", ["bonds", "did you mean 'bounds'"]),
         ("bounds.method=clipp", ["bounds.method = 'clipp'", "did you mean 'clip'", "clip-higher"]),
@@ -121,7 +123,7 @@ def test_a_password_is_in_neither_the_config_nor_the_error_message() -> None:
         ("task={name: gsm8k, numbers: 3}", ["task.numbers: no such setting of 'gsm8k'", "heldout"]),
         ("task.train=x.jsonl", ["task.train: no such setting of 'countdown'", "of data, gsm8k", "add name: data"]),
         ("bounds={method: gspo, delta: 0.1}",
-         ["of 'gspo'; known: method, eps_low", "; a setting of band, ripo, dppo, cppo"]),
+         ["of 'gspo'; known: method, eps_low", "; a setting of band, ripo, atr, dppo, cppo"]),
         ("task={name: data, template: boxd}", ["task.template = 'boxd'", "did you mean 'boxed'"]),
         ("task={name: data, train: [a.jsonl, {pth: x}]}",
          ["task.train[1].pth: no such setting (did you mean 'path'?); known: name, path, subset"]),
@@ -254,6 +256,11 @@ def test_settings_in_python_are_dictionaries_and_objects_alike() -> None:
         {"steps": 2, "bounds": expected.bounds, "optim.lr": 1e-3},
     ]
     assert [resolve(settings) for settings in given] == [expected] * len(given)
+    dppo = resolve(
+        {"bounds.delta": 0.3, "bounds.method": "dppo"}
+    )  # the order of keys of one dictionary decides nothing
+    assert dppo == resolve({"bounds.method": "dppo", "bounds.delta": 0.3})
+    assert dppo.bounds.delta == 0.3  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -262,6 +269,7 @@ def test_settings_in_python_are_dictionaries_and_objects_alike() -> None:
         (lambda: resolve({"step": 1}), "step: no such setting (did you mean 'steps'?)"),
         (lambda: resolve({"sampling.num_generations": 8}), "(did you mean 'sampling.samples'?)"),
         (lambda: RunConfig(step=2), "step: no such setting (did you mean 'steps'?)"),
+        (lambda: RunConfig({"steps": 2}), "RunConfig: give values by name, RunConfig(key=value), or a dictionary"),
         (lambda: RunConfig(steps="two"), "steps = 'two': expected an integer"),
         (lambda: RunConfig(optim={"lr": -1}), "optim.lr = -1: input should be greater than 0"),
         (lambda: RunConfig(bounds={"method": "clop"}), "bounds.method = 'clop'"),
@@ -271,6 +279,8 @@ def test_settings_in_python_are_dictionaries_and_objects_alike() -> None:
         (lambda: resolve("gsm8k"), "'gsm8k': expected settings as a dictionary, with keys among seed"),
         (lambda: train({"epochs": 1}), "epochs: no such setting"),
         (lambda: train(None), "None: expected settings as a dictionary"),
+        (lambda: with_values(RunConfig(), {"optim.lr.x": 2}), "optim.lr = {'x': 2}"),
+        (lambda: evaluate(tasks="gsm9k"), "gsm9k: no such task or file"),
         (lambda: evaluate(settings=3), "3: expected settings as a dictionary"),
         (lambda: sweep({"sedes": [1]}), "sedes: no such setting (did you mean 'seeds'?)"),
     ],

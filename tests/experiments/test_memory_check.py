@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from bandpo_cli.config.batch_and_sampling import use_expandable_segments
-from bandpo_cli.config.layers import read_assignments, read_layer, resolve, with_values
+from bandpo_cli.config.layers import flatten, read_assignments, read_layer, resolve, with_values
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import memory_check, resume, train
@@ -36,7 +37,7 @@ GSM8K = {"task": {"name": "gsm8k"}}
 LARGE_UPDATES = {"model": {"gradient_checkpointing": False}, "optim": {"micro_batch_tokens": 65536}}
 SHARE = "sampling.vllm.memory_fraction"
 AWAKE = {"sampling": {"vllm": {"sleep": False, "memory_fraction": 0.6}}}
-DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
+DOCUMENTS = [Path(__file__).parents[2] / "docs" / name for name in ("performance.md", "faq.md")]
 
 
 class Gpus(list[tuple[float, float]]):
@@ -85,7 +86,8 @@ def test_the_estimate_is_one_line(gpus, tmp_path, caplog):
     assert record.levelno == logging.INFO
     assert record.message == (
         f"memory: {estimate.peak / GIB:.1f} GiB at the peak by the estimate, GPU 0 has 74.5 GiB; "
-        f"vLLM's share is {share:g} ({estimate.vllm / GIB:.1f} GiB)"
+        f"vLLM's share is {share:g} ({estimate.vllm / GIB:.1f} GiB); auto is model.gradient_checkpointing=false, "
+        "optim.micro_batch_tokens=16384, sampling.vllm.sleep=true"
     )
     assert share_of(with_values(config, {SHARE: 0.3})) == 0.3
     other = four_layers(tmp_path, sampling={"engine": "transformers"})
@@ -109,6 +111,30 @@ def test_the_share_of_vllm_follows_from_the_estimate(gpus, tmp_path):
     assert 0.93 < evaluated + 2 * 1.5437 / 24 < 0.95
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gigabytes", [16, 32, 48, 56, 64, 72, 80, 141])
+def test_auto_is_the_fastest_choice_that_leaves_a_margin(gpus, tmp_path, gigabytes):
+    """Its update takes at most 95% of the 95% of the card that a run may take; an engine awake has all it can use."""
+    gpus.add(gigabytes)
+    config = four_layers(tmp_path, sampling={"max_sequences": 64})
+    keys = ("model.gradient_checkpointing", "optim.micro_batch_tokens", "sampling.vllm.sleep")
+    choices = [
+        *product((False, True), (16384, 8192), (False, True)),
+        *((True, size, True) for size in (4096, 2048)),
+    ]
+
+    def leaves_a_margin(values: tuple[Any, ...]) -> bool:
+        estimate = memory_report(with_values(config, dict(zip(keys, values, strict=True))))
+        # weights; keys and values of 2,048 tokens in 4 layers with 4 heads of 128; logits; a share is a percentage
+        needed = 2 * estimate.parameters + 64 * 2048 * 2 * 4 * 4 * 128 * 2 + 64 * 152_064 * 20 + 3 * GIB
+        updating = sum(estimate.always.values()) + sum(estimate.update.values())
+        has_room = values[2] or estimate.vllm > needed - 0.01 * gigabytes * 1e9
+        return updating <= 0.95 * 0.95 * gigabytes * 1e9 and has_room
+
+    expected = next((values for values in choices if leaves_a_margin(values)), choices[-1])
+    assert tuple(memory_report(config).chosen.values()) == expected
+
+
 def share_of(config: RunConfig) -> float:
     share = check_memory(config, SINGLE).sampling.vllm.memory_fraction
     assert share is not None
@@ -130,7 +156,7 @@ def test_an_engine_beside_the_update(gpus, tmp_path, sampling):
     ("total", "settings", "keys"),
     [
         (80, {"sampling": {"vllm": {"memory_fraction": 0.01}}}, {"sampling.vllm.memory_fraction"}),
-        (48, AWAKE, {"sampling.vllm.sleep", "sampling.vllm.memory_fraction", "optim.micro_batch_tokens"}),
+        (48, AWAKE, {"sampling.vllm.sleep", "sampling.vllm.memory_fraction"}),
         (24, {}, {"model.lora.rank"}),
     ],
 )
@@ -161,7 +187,7 @@ def test_a_resume_is_advised_to_change_what_may_change(gpus, tmp_path):
 def test_more_gpus_of_the_machine_come_before_other_weights(gpus, tmp_path):
     gpus += [(24, 24)] * 8
     config = four_layers(tmp_path)
-    with pytest.raises(UserError, match=r"it fits with --nproc 8$"):
+    with pytest.raises(UserError, match=r"it fits with --nproc 4$"):
         check_memory(config, SINGLE)
     gpus[:] = [(6, 6)]
     with pytest.raises(UserError, match="no setting tried makes it fit; use a smaller model or more GPUs"):
@@ -242,35 +268,40 @@ def test_the_model_is_not_loaded(gpus, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_resume_keeps_the_share_of_vllm(tmp_path, monkeypatch):
-    seen: list[float | None] = []
+def test_a_resume_keeps_what_the_first_start_has_chosen(tmp_path, monkeypatch):
+    keys = ("model.gradient_checkpointing", "optim.micro_batch_tokens", "sampling.vllm.sleep", SHARE)
+    open_values, chosen = ["auto", "auto", "auto", None], [True, 40, False, 0.31]
+    seen: list[list[Any]] = []
 
     def checked(config: RunConfig, *_: object, **__: object) -> RunConfig:
-        seen.append(config.sampling.vllm.memory_fraction)
-        return with_values(config, {SHARE: seen[-1] or 0.31})
+        values = flatten(config.model_dump(mode="json"))
+        seen.append([values[key] for key in keys])
+        return with_values(config, dict(zip(keys, chosen, strict=True))) if len(seen) == 1 else config
 
     monkeypatch.setattr("bandpo_cli.experiments.run.check_memory", checked)
-    train(resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}]), runs_dir=tmp_path, name="a")
-    stored = read_layer(tmp_path / "a" / "config.yaml")
-    assert stored["sampling"]["vllm"]["memory_fraction"] == 0.31
+    config = with_values(resolve([SMALL, {"steps": 1}]), dict(zip(keys, open_values, strict=True)))
+    train(config, runs_dir=tmp_path, name="a")
     resume("a", runs_dir=tmp_path, settings=[{"steps": 2}])
-    assert seen == [None, 0.31]
-    assert read_layer(tmp_path / "a" / "config.yaml")["sampling"]["vllm"]["memory_fraction"] == 0.31
+    assert seen == [open_values, chosen]
+    stored = flatten(read_layer(tmp_path / "a" / "config.yaml"))
+    assert [stored[key] for key in keys] == chosen
 
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-ROW = re.compile(r"\| (\S+)(, LoRA of rank 16)? \| (\d) × (\d+) GB \| (\S+) GiB \| (\S+) \|")
+ROW = re.compile(
+    r"\| (\S+)(, LoRA of rank 16)? \| (\d) × (\d+) GB \| (\S+) GiB \| (\S+) \| (\w+) \| (\S+) \| (\w+) \|"
+)
 
 
 @pytest.mark.slow
-def test_the_table_of_performance_md_is_the_estimate(tmp_path, monkeypatch):
+def test_the_tables_of_the_docs_are_the_estimate(tmp_path, monkeypatch):
     """`--task gsm8k` with vLLM and no other setting, on GPUs of so many 10⁹ bytes."""
     monkeypatch.setattr("bandpo_cli.config.batch_and_sampling.is_installed", lambda package: True)
-    rows = ROW.findall(DOCUMENT.read_text("utf-8"))
+    rows = [row for page in DOCUMENTS for row in ROW.findall(page.read_text("utf-8"))]
     sizes = {"0.5B": 0.494e9, "1.5B": 1.544e9, "3B": 3.086e9, "7B": 7.616e9}
     parameters = {f"Qwen2.5-{name}": number for name, number in sizes.items()}
     assert {name for name, *_ in rows} == {*parameters}
-    for name, lora, count, size, peak, share in rows:
+    for name, lora, count, size, peak, share, *choices in rows:
         adapters = {"model": {"lora": {"rank": 16} if lora else None}}
         config = config_on_disk(tmp_path, f"Qwen/{name}-Instruct", GSM8K, adapters)
         gpu = Device("a GPU", int(size) * 10**9, int(size) * 10**9)
@@ -279,6 +310,11 @@ def test_the_table_of_performance_md_is_the_estimate(tmp_path, monkeypatch):
         base = estimate.parameters - estimate.trained * bool(lora)
         assert base == pytest.approx(parameters[name], rel=0.001)
         assert (f"{estimate.peak / GIB:.1f}", f"{estimate.memory_fraction:g}") == (peak, share), name
+        assert [*estimate.chosen.values()] == [
+            choices[0] == "yes",
+            int(choices[1].replace(",", "")),
+            choices[2] == "yes",
+        ]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from bandpo_cli.config.layers import resolve, to_yaml
-from bandpo_cli.exports.verl_files import problem_to_json
-from bandpo_cli.exports.verl_reward import RewardFunction, load_reward_function
+from bandpo_cli.exports.verl_files import RewardFunction, load_reward_function, problem_to_json
 from bandpo_cli.grading.pool import GraderPool, training_grader
 from bandpo_cli.objective.advantages import shaped_rewards
 from bandpo_cli.types import Message, Problem

@@ -14,25 +14,32 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import LoraSettings, ModelConfig
 from bandpo_cli.errors import UserError
+from bandpo_cli.models.attention import attention_elements
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.memory_estimate import (
     Device,
     NoEstimateError,
     activation_bytes,
-    attention_elements,
     build_on_meta_device,
     estimate_memory,
     fsdp_bytes,
     stored_parameters,
 )
 from bandpo_cli.models.packing import Row, batch_rows, collate
-from bandpo_cli.models.weights import checkpoint_weights, local_tensor, save_adapter, shard, unsharded
+from bandpo_cli.models.weights import (
+    checkpoint_weights,
+    checkpointed_layers,
+    local_tensor,
+    save_adapter,
+    shard,
+    unsharded,
+)
 from bandpo_cli.processes.ranks import Ranks
 from tests.conftest import SHAPE, random_model
 
@@ -172,6 +179,33 @@ def test_estimated_activations_equal_those_of_packed_rows(
         attention = 2 * (HEADS + KEY_VALUE_HEADS) * WIDTH * samples * (prompt + completion)
     estimated = activation_bytes(meta, tokens, settings, attention, on_gpu=True)
     assert estimated == pytest.approx(saved_by_packed_rows(real, [row]), rel=0.05)
+
+
+@pytest.mark.slow
+def test_with_checkpointing_the_peak_of_a_backward_pass_is_the_estimate(tmp_path: Path) -> None:
+    """Measured at the allocator, without the gradients of parameters: activations and gradients of a layer."""
+    shape = {**SHAPE, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 12}
+    Qwen2ForCausalLM(Qwen2Config(**shape)).save_pretrained(tmp_path)
+    settings = ModelConfig(path=str(tmp_path), gradient_checkpointing=True, dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval().requires_grad_(False)
+    new_name = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.23 on
+    (new_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    for layer in checkpointed_layers(model):
+        layer.training = True
+    batch = collate([Row([1] * 60, [[2] * 200] * 4)] * 2, torch.device("cpu"))
+    tokens, width = batch.input_ids.shape[1], shape["hidden_size"] // HEADS
+    embedded = torch.randn(1, tokens, shape["hidden_size"], requires_grad=True)
+    layout = {"position_ids": batch.position_ids, "packing": batch.packing, "use_cache": False}
+
+    def passes() -> None:
+        mask = torch.ones((1, 1, 1, 1), dtype=torch.bool)
+        hidden = model.base_model(inputs_embeds=embedded, attention_mask=mask, **layout).last_hidden_state
+        torch.autograd.grad(hidden, embedded, torch.ones_like(hidden))
+
+    passes()
+    attention = 2 * (HEADS + KEY_VALUE_HEADS) * width * 2 * 4 * 260
+    estimate = activation_bytes(build_on_meta_device(settings), tokens, settings, attention, on_gpu=False)
+    assert peak_bytes(passes) == pytest.approx(estimate, rel=0.15)
 
 
 @pytest.mark.parametrize("prompt", [64, 700, 3000])

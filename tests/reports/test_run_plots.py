@@ -135,7 +135,7 @@ def test_clipped_depends_on_the_sign_of_the_advantage_and_outside_does_not(run, 
     bounds = {"old_logprob": [-1.0] * 8, "lower": [0.8] * 8, "upper": [1.2] * 8, "gradient_weight": [1.0] * 8}
     ratios = [1.3, 1.3, 0.7, 0.7, 0.7, 1.0, 1.0, 1.3]
     _tokens(run, 1, **bounds, ratio=ratios, advantage=[1.0, -1.0, 1.0, 1.0, -1.0, 1.0, -1.0, 0.0])
-    expected = ["inside (25 %)", "outside, not clipped (50 %)", "clipped (zero gradient) (25 %)"]
+    expected = ["inside (25 %)", "outside, not clipped (50 %)", "clipped (25 %)"]
     assert sorted(_clip_map_labels(run, figures)) == sorted(["allowed interval", "limit 1/p", *expected])
 
 
@@ -144,7 +144,7 @@ def test_clip_map_of_a_method_without_bounds_marks_the_tokens_without_gradient(r
     columns = {name: [0.0] * 4 for name in TOKEN_COLUMNS}
     columns |= {"upper": [np.inf] * 4, "ratio": [0.5, 1.0, 1.5, 9.0], "advantage": [1.0, -1.0, 1.0, 0.0]}
     _tokens(run, 1, **columns | {"gradient_weight": [0.2, 0.0, 1.0, 0.0]})
-    labels = ["limit 1/p", "not clipped (75 %)", "clipped (zero gradient) (25 %)"]
+    labels = ["limit 1/p", "not clipped (75 %)", "clipped (25 %)"]
     assert _clip_map_labels(run, figures) == labels
 
 

@@ -113,7 +113,9 @@ def test_rewards_other_than_0_and_1_come_before_the_accuracy_and_decide(tmp_path
     kl = report.variants[0].metrics
     assert (kl["reward"].mean, kl["accuracy"].mean, kl["area"].mean) == pytest.approx((0.0, 0.1, 0.0))
     assert kl["reward"].low < -1, "the interval of a reward has no limits"
-    assert report.finding.startswith("kl has the highest held-out reward, 0.000 (2 seeds)")
+    assert report.finding.startswith(
+        "Which variant has the higher held-out reward is undecided: a test needs"
+    )
     equal = {name: (final,) * 2 for name, final in finals.items()}
     report = _report_with_rewards(tmp_path / "binary", finals, equal)
     assert [metric.key for metric in report.metrics][:2] == ["accuracy", "area"]
@@ -156,8 +158,8 @@ def test_one_seed_has_no_interval_in_any_output(tmp_path):
     assert {difference.verdict for difference in report.differences} == {"one seed: no test"}
     assert (
         report.finding
-        == "kl 0.02 has the highest held-out accuracy, 0.600 (1 seed); a test needs a baseline and two common "
-        "seeds with different values."
+        == "Which variant has the higher held-out accuracy is undecided: a test needs two common seeds with different "
+        "values."
     )
     text = (
         (sweep / "report" / "report.md").read_text().replace("within ±0.02", "")
@@ -165,16 +167,21 @@ def test_one_seed_has_no_interval_in_any_output(tmp_path):
     assert "±" not in text
 
 
-def test_without_baseline_there_are_no_differences(sweep):
+def test_without_the_runs_of_the_baseline_nothing_is_compared(sweep):
     runs = read_sweep(sweep).runs
     gone = [run for run in runs if run.variant != "clip"] + [VariantRun("clip", 0, sweep / "gone")]
     report = write_report(Selection("t", "clip", gone), sweep / "report")
     assert (report.baseline, report.differences) == (None, ())
     assert any("All runs of the baseline 'clip' were excluded" in note for note in report.notes)
-    report = report_of(sweep, baseline=None)
-    assert report.differences == ()
-    assert report.finding.endswith("a test needs a baseline and two common seeds with different values.")
+    assert report.finding.endswith("is undecided: a test needs finished runs of the baseline.")
     assert "Differences" not in (sweep / "report" / "report.html").read_text()
+
+
+def test_the_first_variant_is_the_baseline_where_none_is_named(sweep):
+    report, named = report_of(sweep, baseline=None), report_of(sweep, baseline="clip")
+    assert (report.baseline, report.finding, report.differences) == ("clip", named.finding, named.differences)
+    assert report.notes[0] == "The baseline is the first variant, clip; --baseline VARIANT names another one."
+    assert report.notes[1:] == named.notes
 
 
 def test_only_common_seeds_are_compared(tmp_path):

@@ -1,0 +1,382 @@
+"""Configurations of TRL 1.16 and verl 0.9.1 as settings of a run here, with what has no place.
+
+from_trainers.yaml has a row for each key of the other trainers: its setting here, its default there, or why it has no
+place. The functions below read the keys whose meaning follows from several of them (`computed` in the table), such as
+the sizes of a batch.
+"""
+
+import math
+import os
+import re
+import shlex
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bandpo_cli.config.layers import flatten, nest, parse_yaml, resolve
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.task import yaml_number
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.exports.verl_settings import ACTOR, NEVER, ROLLOUT
+from bandpo_cli.paths import path_exists, read_text, user_path
+from bandpo_cli.registries import DATA_TASK, DATASETS, TRACKERS
+from bandpo_cli.settings_validation import trainer_keys
+
+UNSET: tuple[Any, ...] = (None, False, "", "none", [], {})
+
+
+class Translation:
+    """The run of another trainer's keys, as settings here.
+
+    Attributes:
+        settings: value and comment by dotted setting.
+        missing: a line for each key that has no place here, with the reason or what comes nearest.
+        updates: optimizer steps of the other trainer per batch of completions.
+    """
+
+    def __init__(self, trainer: str, given: Mapping[str, Any]) -> None:
+        """Translate keys as `read_trainer_file` returns them; for trl they may have `num_processes`, the ranks.
+
+        Raises ConfigError for a run without an equivalent here.
+        """
+        self.trainer, self.title, self.given, self.updates = trainer, trainer.replace("trl", "TRL"), given, 1
+        self.rows, self._losses = trainer_keys(trainer), trainer_keys(f"{trainer}_losses")
+        self.settings: dict[str, tuple[Any, str]] = {}
+        self.missing: list[str] = []
+        self._defaults: set[str] = set()  # settings that follow from defaults only
+        for key, row in self.rows.items():
+            if "computed" not in row:
+                self._convert(key, row)
+        {"trl": _trl, "verl": _verl}[trainer](self)
+        sections = tuple(f"{name}." for name in self.rows)
+        if unknown := [
+            k for k, value in given.items() if value not in UNSET and not f"{k}.".startswith(sections)
+        ]:
+            self.missing.append(
+                f"keys that the table of {self.title} here does not have: {', '.join(unknown):.600}"
+            )
+        # Defaults of the other trainer that are the defaults here, too, are left out.
+        tags: dict[str, Any] = {
+            key: self.settings[key][0]
+            for key in ("task.name", "model.path", "bounds.method")
+            if key in self.settings
+        }
+        own = flatten(resolve([nest(tags)]).model_dump(mode="json"), keep_empty=True)
+        for key in self._defaults - tags.keys():
+            if key in own and own[key] == self.settings[key][0]:
+                del self.settings[key]
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a value, the keys of a section, or the default of the other trainer."""
+        below = {
+            name.removeprefix(f"{key}."): self.given[name]
+            for name in self.given
+            if name.startswith(f"{key}.")
+        }
+        return self.given.get(key, below or self.rows.get(key, {}).get("default"))
+
+    def has(self, key: str) -> bool:
+        """Return whether the file has a key or section."""
+        return any(f"{name}.".startswith(f"{key}.") for name in self.given)
+
+    def put(self, setting: str, value: Any, *keys: str, note: str = "") -> None:
+        """Set a value that follows from `keys`, which are its comment."""
+        names = [".".join(key.split(".")[-2:]) + ("" if self.has(key) else " (default)") for key in keys]
+        self.settings[setting] = value, "; ".join(filter(None, [", ".join(names), note]))
+        self._defaults.discard(setting)
+        if keys and not any(map(self.has, keys)):
+            self._defaults.add(setting)
+
+    def no_place(self, key: str, reason: str) -> None:
+        """Record that a value has no place here."""
+        default = "" if self.has(key) else f", the default of {self.title}"
+        self.missing.append(f"{key} = {self[key]}{default}: {reason}")
+
+    def put_loss(self, kind: str, kind_key: str, prefix: str = "") -> None:
+        """Set the method, its settings and the aggregation by the table of losses."""
+        if kind not in self._losses:
+            raise ConfigError(
+                f"{kind_key} = {kind!r}: no such loss here; the table has {', '.join(self._losses)}"
+            )
+        row = self._losses[kind]
+        for setting, value in row["fixed"].items():
+            differs = setting == "objective.aggregation" and (self.updates > 1 or kind == "bnpo")
+            self.put(setting, value, kind_key, note=row.get("note", "") if differs else "")
+        for setting, names in row["settings"].items():
+            sign, _, keys = names.rpartition(" ")
+            key = next((key for key in keys.split("|") if self[prefix + key] is not None), keys)
+            if (value := self[prefix + key]) is not None or "|" not in names:
+                is_cap = setting in ("objective.dual_clip", "bounds.max_weight")
+                value = {"1-": lambda x: 1 - x, "1+": lambda x: 1 + x, "": lambda x: x}[sign](value)
+                self.put(setting, None if is_cap and value == NEVER else value, prefix + key)
+
+    def put_batch(self, prompts: int, passes: int, steps: int | None, keys: Sequence[str]) -> None:
+        """Set prompts, updates and steps; the last `keys` are those of an update's size, passes, steps and epochs."""
+        *batch_keys, size_key, passes_key, steps_key, epochs_key = keys
+        updates = max(number for number in range(1, min(self.updates, prompts) + 1) if prompts % number == 0)
+        self.put("sampling.prompts", prompts, *batch_keys)
+        self.put("optim.updates", updates, size_key, passes_key)
+        if passes > 1 and self.updates > 1:
+            share = f"its {updates} updates have {prompts // updates} prompts each"
+            self.no_place(passes_key, f"a completion is in one update of its batch; {share}")
+        if updates != self.updates:
+            self.no_place(
+                size_key, f"{prompts} prompts are {updates} equal updates of whole groups, not {self.updates}"
+            )
+        how = f"set steps to (training problems) × {self[epochs_key]:g} / {prompts}"
+        if steps is None:
+            self.no_place(epochs_key, f"{how}; it is {RunConfig().steps}, the default here")
+        self.put(
+            "steps", steps or RunConfig().steps, *[steps_key] if steps else [], note="" if steps else how
+        )
+
+    def put_data(
+        self, train: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]], key: str
+    ) -> None:
+        """Set the problems: a known data set by its hub id, else the sources, with their prompts unchanged."""
+        known = [
+            name for name, entry in DATASETS.items() if [entry.hub_id] == [place["path"] for place in train]
+        ]
+        self.put("task.name", known[0] if known else DATA_TASK, key)
+        self.put(
+            "task.template", "plain", note="the prompts of the data as they are; docs/data.md has templates"
+        )
+        for part, places in {} if known else {"train": train, "heldout": heldout}.items():
+            if places:
+                self.put(f"task.{part}", places, key)
+        for missing, flag in (
+            (not train, "--task FILE|NAME"),
+            ("model.path" not in self.settings, "--model MODEL"),
+        ):
+            if missing:
+                self.missing.append(f"the file has nothing for {flag}: add it to the command")
+
+    def put_rewards(self, graders: Sequence[tuple[str, float]], key: str) -> None:
+        """Set the grader, or several of them with their weights."""
+        if [weight for _, weight in graders] == [1]:
+            self.put("task.grader", graders[0][0], key)
+        elif graders:
+            rewards = [{"grader": name, "weight": weight} for name, weight in graders]
+            self.put("task.rewards", rewards, key, note="the first decides which answers are correct")
+
+    def _convert(self, key: str, row: Mapping[str, Any]) -> None:
+        """Set what a key means on its own, or record that it has no place."""
+        if (value := self[key]) is None or ("with" in row and self[row["with"]] in UNSET):
+            return
+        if not row.keys() & {"to", "values", "convert"}:
+            if (
+                "note" in row
+                and (self.has(key) or "with" in row)
+                and value
+                not in (
+                    *row.get("same", [row.get("default")]),
+                    *UNSET,
+                )
+            ):
+                self.no_place(key, row["note"])
+        elif "values" in row and value not in row["values"]:
+            self.no_place(key, row["why"])
+        else:
+            value = row["values"][value] if "values" in row else CONVERSIONS[row.get("convert", "")](value)
+            several = value if "to" not in row else {row["to"]: value}
+            for setting, one in several.items():
+                self.put(setting, one, key, note=row.get("note", ""))
+
+    def layer(self) -> dict[str, Any]:
+        """Return the settings by section, in the order of a config.yaml."""
+        values = nest({key: value for key, (value, _) in self.settings.items()})
+        return {key: values[key] for key in RunConfig.model_fields if key in values}
+
+    def to_yaml(self) -> str:
+        """Return a config file for `bandpo train -c`, with the keys of the other trainer as comments."""
+        return "\n".join(self._lines(self.layer(), "")) + "\n"
+
+    def _lines(self, section: Mapping[str, Any], path: str) -> Iterator[str]:
+        indent = "  " * path.count(".")
+        for key, value in section.items():
+            if f"{path}{key}" not in self.settings:
+                yield f"{indent}{key}:"
+                yield from self._lines(value, f"{path}{key}.")
+                continue
+            text = yaml.safe_dump({key: value}, default_flow_style=True, width=math.inf, allow_unicode=True)
+            line, comment = f"{indent}{text.strip()[1:-1]}", self.settings[f"{path}{key}"][1]
+            if len(line) + len(comment) > 110:
+                yield from textwrap.wrap(
+                    comment, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+                )
+                comment = ""
+            yield f"{line}  # {comment}" if comment else line
+
+
+def read_trainer_file(path: Path) -> dict[str, Any]:
+    """Return the keys of a YAML or JSON file, nested ones with dots; of any other text, its words `key=value`."""
+    where = f"--from {path}"
+    text = read_text(path, where)
+    if path.suffix in (".yaml", ".yml", ".json"):
+        content = parse_yaml(text, where)
+    else:
+        words = [os.path.expandvars(word.lstrip("+~")) for word in shlex.split(text, comments=True)]
+        pairs = [word.partition("=") for word in words if re.match(r"[a-z][\w.]*=", word)]
+        # Hydra needs no space after the colon of {eps:1e-8}.
+        spaced = [
+            (key, re.sub(r"(\w):", r"\1: ", value) if value[:1] == "{" else value) for key, _, value in pairs
+        ]
+        content = {key: parse_yaml(value, where) for key, value in spaced}
+    if not isinstance(content, dict) or not content:
+        raise ConfigError(
+            f"{where}: `key: value` lines are expected in .yaml or .json, key=value words in other files"
+        )
+    flat = {key: yaml_number(value) for key, value in flatten(content, keep_empty=True).items()}
+    for key, value in flat.items():  # references of OmegaConf; its other resolvers stand for the default
+        if isinstance(value, str) and "${" in value:
+            reference = re.fullmatch(r"\$\{([\w.]+)\}", value)
+            flat[key] = flat.get(reference[1]) if reference else None
+    return {key: value for key, value in flat.items() if value not in UNSET or value is False}
+
+
+def _read_threshold(value: Any) -> dict[str, Any]:
+    """Return a cap, or an interval such as 0.5_2.0, outside of which tokens are masked."""
+    *floor, cap = map(float, str(value).split("_"))
+    mask = {"objective.importance": "token-mask", "objective.importance_floor": floor[0]} if floor else {}
+    return {**mask, "objective.importance_cap": cap}
+
+
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "": lambda value: value,
+    "limit": lambda value: value if 0 < value < math.inf else None,
+    "frequency": lambda value: max(value, 0),
+    "names": lambda value: None if "all-linear" in value else [value] if isinstance(value, str) else value,
+    "trackers": lambda value: [name for name in TRACKERS if name in value],
+    "threshold": _read_threshold,
+}  # fmt: skip
+"""From a value of another trainer to the value of the setting, or to several settings."""
+
+
+# ---- TRL -------------------------------------------------------------------------------------------------------------
+
+
+def _trl(t: Translation) -> None:
+    _trl_batch(t)
+    kind, in_sequences = t["loss_type"], t["importance_sampling_level"] == "sequence"
+    t.put_loss(kind, "loss_type")
+    if in_sequences and t.settings["bounds.method"][0] == "clip":
+        t.put_loss("sequence", "importance_sampling_level")
+    elif any(key.startswith("band_") for key in t.given):
+        del t.settings["bounds.eps_low"], t.settings["bounds.eps_high"]
+        t.put_loss("band", "loss_type")
+    elif in_sequences != (kind == "luspo"):
+        t.no_place("importance_sampling_level", f"{t.settings['bounds.method'][0]} has its own ratio")
+    if t["use_peft"] and t["use_rslora"]:
+        t.put("model.lora.alpha", t["lora_alpha"] * math.sqrt(t["lora_r"]), "lora_alpha", "use_rslora")
+    t.put("optim.betas", [t["adam_beta1"], t["adam_beta2"]], "adam_beta1", "adam_beta2")
+    first = t["warmup_steps"] or t["warmup_ratio"] or 0
+    first = math.ceil(first * t.settings["steps"][0] * t.updates) if first < 1 else int(first)
+    first = (
+        0 if t["lr_scheduler_type"] == "constant" else first
+    )  # transformers has no warm-up with `constant`
+    t.put("optim.warmup_steps", first, "warmup_steps", "warmup_ratio", note=_WARMUP if first else "")
+    for setting, name in (("evaluation.every", "eval"), ("checkpoint.every", "save")):
+        strategy, every = t[f"{name}_strategy"], t[f"{name}_steps"] or t["logging_steps"]
+        if strategy == "epoch" or every < 1:
+            t.no_place(f"{name}_strategy", f"set {setting}, in steps")
+        else:
+            steps = max(1, round(every / t.updates)) if strategy == "steps" else 0
+            t.put(setting, steps, f"{name}_strategy", f"{name}_steps")
+    _trl_data(t)
+
+
+_WARMUP = "updates; the first has 1/warmup_steps of the rate, where it is 0 in the other trainer"
+
+
+def _trl_batch(t: Translation) -> None:
+    """Convert completions per device and micro-step to prompts and updates, as `GRPOConfig.__post_init__` does."""
+    samples, passes, every = t["num_generations"], t["num_iterations"], t["gradient_accumulation_steps"]
+    rows, size = t["per_device_train_batch_size"] * t["num_processes"], t["generation_batch_size"]
+    count = t["steps_per_generation"] or (size / rows if size else every)
+    steps = count * passes  # micro-steps between two batches of completions
+    if size and t["steps_per_generation"]:
+        raise ConfigError("generation_batch_size and steps_per_generation: TRL takes one of them")
+    if count % 1 or rows * count % samples:
+        raise ConfigError(
+            f"a batch has {rows} × {count:g} completions (per_device_train_batch_size × num_processes, steps per "
+            f"generation), which is no multiple of num_generations = {samples}; TRL refuses that"
+        )
+    if steps % every and every % steps:
+        raise ConfigError(
+            f"steps_per_generation × num_iterations = {steps:g} and gradient_accumulation_steps = {every}: an update "
+            "would have a part of a batch; take a multiple"
+        )
+    t.updates = max(1, int(steps) // every)
+    prompts = int(rows * count * max(1, every // steps)) // samples
+    total = math.ceil(t["max_steps"] / t.updates) if t["max_steps"] > 0 else None
+    keys = "per_device_train_batch_size num_processes gradient_accumulation_steps num_generations"
+    others = "steps_per_generation num_iterations max_steps num_train_epochs"
+    t.put_batch(prompts, passes, total, f"{keys} {others}".split())
+
+
+def _trl_data(t: Translation) -> None:
+    def place(path: str, subset: str | None, split: str | None) -> dict[str, Any]:
+        named = {} if path_exists(user_path(path)) else {"subset": subset, "split": split}  # a file has none
+        return {"path": path} | {key: value for key, value in named.items() if value}
+
+    name, subset, mixed = t["dataset_name"], t["dataset_config"], t["datasets"] or []
+    mixed = [place(item["path"], item.get("name"), item.get("split")) for item in mixed]
+    train, test = (
+        [place(name, subset, t[f"dataset_{part}_split"])] if name else [] for part in ("train", "test")
+    )
+    t.put_data(mixed or train, test if t["eval_strategy"] not in ("no", False) else [], "dataset_name")
+    graders, names = [], t["reward_funcs"] or []
+    names = [names] if isinstance(names, str) else names
+    for function, weight in zip(names, t["reward_weights"] or [1.0] * len(names), strict=True):
+        module, _, attribute = function.replace(":", ".").rpartition(".")
+        if function == "get_soft_overlong_punishment":
+            t.put(
+                "reward.overlong_buffer",
+                256,
+                "reward_funcs",
+                note="before sampling.max_tokens; in TRL before 1280",
+            )
+        elif function in ("accuracy_reward", "reasoning_accuracy_reward"):
+            graders.append(("math", weight))
+        else:
+            graders.append((f"trl:{module or 'trl.rewards'}:{attribute}", weight))
+    t.put_rewards(graders, "reward_funcs")
+
+
+# ---- verl ------------------------------------------------------------------------------------------------------------
+
+
+def _verl(t: Translation) -> None:
+    prompts, samples, passes = t["data.train_batch_size"], t[f"{ROLLOUT}.n"], t[f"{ACTOR}.ppo_epochs"]
+    size, steps = min(t[f"{ACTOR}.ppo_mini_batch_size"], prompts), t["trainer.total_training_steps"]
+    if prompts % size or samples < 2:
+        raise ConfigError(
+            f"data.train_batch_size = {prompts} has to be a multiple of ppo_mini_batch_size = {size}, and rollout.n = "
+            f"{samples} at least 2: advantages are relative to a group"
+        )
+    t.updates = prompts // size * passes
+    keys = (
+        f"data.train_batch_size {ACTOR}.ppo_mini_batch_size {ACTOR}.ppo_epochs trainer.total_training_steps"
+    )
+    t.put_batch(prompts, passes, steps, [*keys.split(), "trainer.total_epochs"])
+    t.put_loss(t[f"{ACTOR}.policy_loss.loss_mode"], f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.")
+    key = f"{ACTOR}.optim.lr_warmup_steps"
+    first = t[key] if t[key] >= 0 else int(t[f"{key}_ratio"] * t.settings["steps"][0])
+    updates = t.settings["optim.updates"][0]
+    t.put("optim.warmup_steps", first * updates, key, f"{key}_ratio", note=_WARMUP if first else "")
+    files = [t[f"data.{part}_files"] or [] for part in ("train", "val")]
+    train, heldout = (
+        [{"path": path} for path in ([item] if isinstance(item, str) else item)] for item in files
+    )
+    t.put_data(train, heldout, "data.train_files")
+    path, name = (t[f"reward.custom_reward_function.{part}"] for part in ("path", "name"))
+    t.put_rewards(
+        [(f"verl:{Path(path).stem}:{name}", 1)] if path else [], "reward.custom_reward_function.path"
+    )
+    if not path:
+        t.missing.append(
+            "verl chooses the reward by the column data_source: add --grader NAME, or it is `math`"
+        )

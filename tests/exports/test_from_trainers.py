@@ -1,0 +1,156 @@
+"""Configurations of TRL and verl as settings of a run: batches, losses, defaults, and what has no place."""
+
+from typing import Any
+
+import pytest
+
+from bandpo_cli.config.layers import Layer, flatten, parse_yaml, resolve, setting_changes
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.exports.from_trainers import Translation, read_trainer_file
+from bandpo_cli.exports.verl_settings import LOSSES, overrides_of
+from tests.cli.eval_command import succeed, usage_error
+from tests.exports.folders import small
+
+BASE: dict[str, Any] = {"model_name_or_path": "m", "dataset_name": "d/d", "reward_funcs": ["accuracy_reward"]}
+
+
+def trl(**given: Any) -> dict[str, Any]:
+    """Return the settings of TRL's arguments, by dotted name."""
+    return {
+        key: value
+        for key, (value, _) in Translation("trl", BASE | {"num_processes": 1} | given).settings.items()
+    }
+
+
+BATCHES = [
+    # The arguments, and by hand from GRPOConfig.__post_init__: prompts per batch, updates per batch.
+    ({"gradient_accumulation_steps": 4}, 4, 1),
+    ({"gradient_accumulation_steps": 4, "num_processes": 2}, 8, 1),
+    ({"gradient_accumulation_steps": 2, "steps_per_generation": 8}, 8, 4),
+    ({"generation_batch_size": 64}, 8, 8),
+    ({"gradient_accumulation_steps": 4, "num_iterations": 2}, 4, 2),
+    ({"gradient_accumulation_steps": 8, "steps_per_generation": 4}, 8, 1),
+]
+
+
+@pytest.mark.parametrize(("given", "prompts", "updates"), BATCHES)
+def test_batches_of_trl_are_prompts_and_updates(given, prompts, updates):
+    found = trl(max_steps=40, **given)
+    assert (found["sampling.prompts"], found["optim.updates"], found["steps"]) == (
+        prompts,
+        updates,
+        40 // updates,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"num_generations": 3}, "no multiple of num_generations = 3"),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "a part of a batch"),
+        ({"generation_batch_size": 64, "steps_per_generation": 2}, "TRL takes one of them"),
+        ({"loss_type": "grpoo"}, "loss_type = 'grpoo': no such loss here"),
+    ],
+)
+def test_a_run_without_an_equivalent_is_refused(given, problem):
+    with pytest.raises(ConfigError, match=problem):
+        trl(**given)
+
+
+def test_defaults_of_trl_that_differ_are_stated():
+    found = trl()
+    expected = {
+        "seed": 42, "sampling.prompts": 1, "sampling.samples": 8, "sampling.max_tokens": 512, "bounds.method": "clip",
+        "objective.aggregation": "token-mean", "objective.dual_clip": None, "objective.importance_cap": None,
+        "optim.schedule": "linear", "optim.warmup_steps": 0, "evaluation.every": 0, "task.template": "plain",
+    }  # fmt: skip
+    assert expected.items() <= found.items()
+    assert "optim.lr" not in found  # 1e-6 is the default of language models here, too
+    assert resolve([Translation("trl", BASE | {"num_processes": 1}).layer()]).optim.lr == 1e-6
+
+
+PLACES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"loss_type": "grpo", "epsilon": 0.1}, {"bounds.eps_low": 0.1, "bounds.eps_high": 0.1}),
+    ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+     {"bounds.method": "gspo", "bounds.eps_high": 4e-4, "objective.aggregation": "token-mean"}),
+    ({"loss_type": "cispo", "epsilon_high": 5.0}, {"bounds.method": "cispo", "bounds.max_weight": 5.0}),
+    ({"band_delta": 0.1}, {"bounds.method": "band", "bounds.delta": 0.1, "objective.aggregation": "token-mean"}),
+    ({"delta": 4.0, "max_grad_norm": 0}, {"objective.dual_clip": 4.0, "optim.max_grad_norm": None}),
+    ({"scale_rewards": "batch"}, {"objective.advantages": "batch"}),
+    ({"scale_rewards": False}, {"objective.advantage_std": False}),
+    ({"use_peft": True, "use_rslora": True, "lora_target_modules": "all-linear"},
+     {"model.lora.rank": 16, "model.lora.alpha": 128.0, "model.lora.target_modules": None}),
+    ({"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
+     {"sampling.engine": "vllm", "objective.importance": "token-truncate", "objective.importance_cap": 3.0}),
+    ({"lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "max_steps": 50}, {"optim.warmup_steps": 5}),
+    ({"lr_scheduler_type": "constant", "warmup_steps": 9}, {"optim.warmup_steps": 0}),
+    ({"reward_funcs": ["my.rewards.brief"]}, {"task.grader": "trl:my.rewards:brief"}),
+    ({"dataset_name": "openai/gsm8k"}, {"task.name": "gsm8k"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "expected"), PLACES, ids=lambda value: next(iter(value)))
+def test_arguments_of_trl_have_the_settings_of_their_meaning(given, expected):
+    found = trl(**given)
+    assert {key: found.get(key) for key in expected} == expected
+    resolve([Translation("trl", BASE | {"num_processes": 1} | given).layer()])
+
+
+@pytest.mark.parametrize("method", LOSSES)
+def test_the_overrides_of_an_export_become_the_same_run(method, tmp_path):
+    """`export verl` and `configs --from verl` are inverse: an interval is `clip` whatever its name was."""
+    objective = {
+        "importance": "token-mask",
+        "importance_cap": 3.0,
+        "importance_floor": 0.5,
+        "reference_kl": 0.1,
+    }
+    config = small({"bounds": {"method": method}, "objective": objective | {"aggregation": "seq-sum-norm"}})
+    overrides = {
+        key.lstrip("+"): value for key, value in flatten(overrides_of(config)).items() if value is not None
+    }
+    translated = Translation("verl", overrides)
+    layer: Layer = {**translated.layer(), "task": config.task.model_dump()}
+    changes = setting_changes(config, resolve([layer]))
+    resolved = {
+        "model.path",
+        "model.dtype",
+        "sampling.engine",
+        "sampling.vllm.memory_fraction",
+        "evaluation.problems",
+    }
+    renamed = {"bounds.method"} if method in ("atr", "clip-higher", "none") else set()
+    assert changes.keys() == resolved | renamed
+    assert not [line for line in translated.missing if "the table of verl" in line]
+
+
+def test_files_of_both_trainers_are_read(tmp_path):
+    script = (
+        "python3 -m main_ppo \\\n  data.train_batch_size=8 +a.b=1e-3 'trainer.logger=[\"console\"]' \\\n $@"
+    )
+    (tmp_path / "run.sh").write_text(script)
+    assert read_trainer_file(tmp_path / "run.sh") == {
+        "data.train_batch_size": 8,
+        "a.b": 1e-3,
+        "trainer.logger": ["console"],
+    }
+    (tmp_path / "c.yaml").write_text("data: {seed: '${x.y}', shuffle: '${oc.env:X}'}\nx: {y: 3}\n")
+    assert read_trainer_file(tmp_path / "c.yaml") == {"data.seed": 3, "x.y": 3}
+    (tmp_path / "args.json").write_text('{"learning_rate": 1e-05, "optim_args": null}')
+    assert read_trainer_file(tmp_path / "args.json") == {"learning_rate": 1e-5}
+
+
+def test_the_command_prints_a_config_file_and_what_has_no_place(tmp_path):
+    (tmp_path / "args.yaml").write_text(
+        "model_name_or_path: m\nper_device_train_batch_size: 4\nnum_generations: 4\ntop_p: 0.9\nfrobnicate: 1\n"
+        "num_train_epochs: 2\nlogging_steps: 5\n"
+    )
+    done = succeed("configs", "--from", "TRL", "args.yaml", "--processes", "8", cwd=tmp_path)
+    layer = parse_yaml(done.out, "stdout")
+    assert layer["sampling"]["prompts"] == 8
+    assert "  prompts: 8  # per_device_train_batch_size, num_processes" in done.out
+    for text in ("top_p = 0.9", "frobnicate", "(training problems) × 2 / 8", "--task FILE|NAME"):
+        assert text in done.err
+    assert "logging_steps" not in done.err
+    resolve([layer])
+    assert "allowed: trl, verl" in usage_error("configs", "--from", "trll", "args.yaml", cwd=tmp_path)
