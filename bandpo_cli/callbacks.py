@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from bandpo_cli.errors import one_line
+from bandpo_cli.errors import UserError, one_line
 from bandpo_cli.types import Rollout, RunStatus
 
 
@@ -99,6 +99,9 @@ class Dispatcher(Callback[Info, Report, Result]):
     """Forward each event to several callbacks, in their order; `end` reaches all of them, also when one raises."""
 
     def __init__(self, callbacks: Sequence[Callback[Info, Report, Result]]) -> None:
+        for callback in callbacks:
+            if isinstance(callback, type) or not hasattr(callback, "phase"):
+                raise UserError(f"callbacks: {callback!r:.80} is no object of a subclass of CallbackBase")
         self._callbacks = callbacks
 
     def start(self, info: Info) -> None:

@@ -22,6 +22,8 @@ from bandpo_cli.errors import ConfigError, nearest, redact_credentials, unknown_
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NotEmpty = Annotated[str, Field(min_length=1)]
+AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
+"""A single item need not be in a list."""
 
 _MAX_PEERS = 7
 """Methods or tasks that an error lists as having a setting."""
@@ -32,8 +34,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
-    def __init__(self, /, **values: Any) -> None:
+    def __init__(self, /, *unnamed: Any, **values: Any) -> None:
         """Raise ConfigError, with the messages of the command line, if a value is not valid."""
+        if unnamed:
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name}: give values by name, {name}(key=value), or a dictionary to layers.resolve"
+            )
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -162,7 +169,8 @@ def describe_error(error: ValidationError, within: Sequence[str] = ()) -> tuple[
     """
     first, *others = error.errors(include_url=False)
     context = first.get("ctx", {})
-    parts = [*within, *first["loc"], *filter(None, str(context.get("key", "")).split("."))]
+    loc = [part for part in first["loc"] if not str(part).startswith("@")]  # without the tags of unions
+    parts = [*within, *loc, *filter(None, str(context.get("key", "")).split("."))]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
     message = first["msg"].removeprefix("Value error, ")
     message = message.removesuffix(", unable to parse string as an integer")

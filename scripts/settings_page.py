@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.methods.importance_correction import SINGLE_RULES
 from bandpo_cli.registries import COUNTDOWN_DEFAULTS, DIVERGENCES, ENGINES, GRADERS, LANGUAGE_MODEL_DEFAULTS
 from bandpo_cli.settings_validation import Section, TaggedSection
 
@@ -25,6 +26,7 @@ NAMES = {
     ".divergence": DIVERGENCES.names_text(),
     ".engine": ENGINES.names_text(),
     ".grader": GRADERS.names_text(),
+    ".importance": f"{', '.join(SINGLE_RULES)}, a preset of verl",
 }
 """The texts that a setting accepts, by the end of its key, where its type does not list them."""
 LIMITS = {"minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}"}
@@ -67,8 +69,8 @@ def plain(text: str | None) -> str:
 
 def type_text(schema: dict[str, Any], key: str) -> str:
     """Return the type of a field and the values that it accepts, from its JSON schema."""
-    if "anyOf" in schema:
-        return " or ".join(type_text(part, key) for part in schema["anyOf"])
+    if parts := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(type_text(part, key) for part in parts)
     if "enum" in schema:
         return ", ".join(value if isinstance(value, str) else json.dumps(value) for value in schema["enum"])
     kind = schema.get("type", "section")

@@ -33,41 +33,50 @@ def export() -> None:
 @opt.documented
 def export_verl(
     out: NewFolder,
+    run: Annotated[str | None, opt.argument("[RUN]", complete=folder_of("run"))] = None,
     config: opt.ConfigFiles = None,
     set_: opt.Assignments = None,
     nodes: Annotated[int, opt.option("N", min=1)] = 1,
     gpus_per_node: Annotated[int, opt.option("N", min=1)] = 8,
     allow_differences: Annotated[bool, opt.option()] = False,
+    runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
     """Write a folder with which verl runs an experiment on one or several machines.
 
-    It has the command with every setting (run.sh), the problems with their
-    prompts, the reward function with this package's graders, and a README.md
-    that maps each setting. A setting that verl would compute differently is an
-    error, unless --allow-differences is given.
+    It has the command with every setting (run.sh), Ray with or without Slurm
+    (cluster.sh), the problems with their prompts, the reward function with this
+    package's graders, the package as a wheel, and a README.md that maps each
+    setting. A setting that verl would compute differently is an error, unless
+    --allow-differences is given.
 
     [bold]bandpo export verl -c paper/base -c paper/models/qwen2.5-3b-instruct --out job[/bold]  one machine with 8 GPUs
+    [bold]bandpo export verl first --out job[/bold]  the settings of a run, with bfloat16 and FlashAttention
     [bold]bandpo export verl -c my.yaml --out job --nodes 4 --gpus-per-node 8[/bold]  four machines
     [bold]bandpo export verl --set optim.warmup_steps=0 --out job --gpus-per-node 1[/bold]  the bundled model
 
     Args:
+        run: A run whose settings to export; --config and --set change them. The dtype, kernels and engine of its
+            machine are left out.
         nodes: Machines of the job.
         gpus_per_node: GPUs of each machine.
         allow_differences: Export settings that verl computes differently; README.md lists them.
     """
     from bandpo_cli.config.layers import read_assignments, read_config, resolve
     from bandpo_cli.experiments import export_verl as export_experiment
+    from bandpo_cli.experiments.export_import import settings_for_cluster
 
-    settings = resolve([*map(read_config, config or []), read_assignments(set_ or [])])
+    layers = [*map(read_config, config or []), read_assignments(set_ or [])]
+    settings, changes = settings_for_cluster(run, layers, runs_dir) if run else (resolve(layers), [])
     size = {"nodes": nodes, "gpus_per_node": gpus_per_node}
-    exported = export_experiment(settings, out, **size, allow_differences=allow_differences)
+    exported = export_experiment(settings, out, **size, changes=changes, allow_differences=allow_differences)
     rows = [
         ("method", settings.bounds.describe()),
         ("data", f"{exported.problems:,} training problems, {exported.heldout:,} held out"),
         *(("note", line) for line in exported.notes),
         *(("batches", line) for line in exported.arithmetic),
         *(("differs", line) for line in exported.differences),
-        ("run", f"bash {out / 'run.sh'}"),
+        *(("changed", line) for line in changes),
+        ("run", f"bash {out / 'run.sh'}" if nodes == 1 else f"cd {out} && sbatch cluster.sh; see README.md"),
     ]
     print_rows(open_console(), rows)
 

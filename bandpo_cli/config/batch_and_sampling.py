@@ -20,7 +20,7 @@ from pydantic import (
 
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import AUTO_ENGINE, ENGINES, GRADERS
-from bandpo_cli.settings_validation import NotNegative, Positive, Section, require
+from bandpo_cli.settings_validation import AsList, NotEmpty, NotNegative, Positive, Section, require
 
 
 class VllmConfig(Section):
@@ -56,6 +56,9 @@ class SamplingConfig(Section):
     """Logits are divided by this before sampling, and in the policy that is trained."""
     max_tokens: PositiveInt = 8
     """Maximum number of tokens in a completion, its end-of-sequence token included."""
+    stop: Annotated[tuple[NotEmpty, ...], AsList] = ()
+    """Texts that end a completion, or the message of a conversation, with the token that completes one of them. They
+    stay in the completion, which is trained on as it was sampled; prompts are not searched."""
     max_prompt_tokens: PositiveInt = 64
     """Problems with a longer prompt are dropped and counted."""
     max_sequences: PositiveInt = 2048

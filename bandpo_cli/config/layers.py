@@ -58,7 +58,9 @@ def as_layers(settings: Settings) -> list[Layer]:
             sections = {
                 str(k): v.model_dump(mode="json") if isinstance(v, Section) else v for k, v in layer.items()
             }
-            layer = reduce(merge, (nest({key: value}) for key, value in sections.items()), dict[str, Any]())
+            layer = reduce(
+                _merge_mappings, (nest({key: value}) for key, value in sections.items()), dict[str, Any]()
+            )
         layers.append(layer)
     return layers
 
@@ -199,7 +201,7 @@ CHOSEN_AT_START = (
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return the settings with other values, given by dotted setting. Raises ConfigError if a value is not valid."""
-    return resolve([config.model_dump(mode="json"), nest(values)])
+    return resolve([config, values])
 
 
 def _set_nested(section: dict[str, Any], path: str, value: Any, where: str) -> None:

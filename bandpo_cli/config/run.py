@@ -15,13 +15,22 @@ from pydantic import (
 )
 
 from bandpo_cli.config.batch_and_sampling import EvaluationConfig, GradingConfig, RewardConfig, SamplingConfig
-from bandpo_cli.config.task import AsList, CountdownTask, TaskSettings
+from bandpo_cli.config.task import CountdownTask, TaskSettings
 from bandpo_cli.errors import ConfigError, has_secret, plural
 from bandpo_cli.methods.band_and_clip import BandSettings
+from bandpo_cli.methods.importance_correction import DEFAULT_CAP, ImportanceRules, check_importance
 from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.metric_names import FLOPS, SAMPLED_TOKENS, is_clock_metric
 from bandpo_cli.registries import ADVANTAGES, TRACKERS
-from bandpo_cli.settings_validation import NotEmpty, NotNegative, Positive, Section, number_or, require
+from bandpo_cli.settings_validation import (
+    AsList,
+    NotEmpty,
+    NotNegative,
+    Positive,
+    Section,
+    number_or,
+    require,
+)
 
 Dtype = Literal["float32", "bfloat16"]
 EstimatorName = Annotated[str, AfterValidator(ADVANTAGES.check_name)]
@@ -169,14 +178,14 @@ class ObjectiveConfig(Section):
     rewards still count in the advantages of their group."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """The source of log π_old in the ratio: recomputed by the trainer, or as reported by the sampler."""
-    importance: Literal[
-        "token-truncate", "sequence-truncate", "token-mask", "sequence-mask", "sequence-mask-any"
-    ] = "token-truncate"
+    importance: ImportanceRules = "token-truncate"
     """Where the sampler's log-probs are not the trainer's (another engine, or 16-bit weights) and `old_logprobs` are
     the trainer's: the weight of each token's loss. It is w = π_old/π_sampler of the token, or its geometric mean over
     the completion (`sequence-truncate`, `sequence-mask`), truncated to min(w, importance_cap), or masked: 0 outside
-    [importance_floor, importance_cap]. `sequence-mask-any` masks a completion if any of its tokens is outside."""
-    importance_cap: Positive | None = 2.0
+    [importance_floor, importance_cap]. `sequence-mask-any` masks a completion if any of its tokens is outside. Or: a
+    list of rules with their own limits, in the order in which they apply; or the name of a preset of verl, such as
+    decoupled_geo_rs_token_tis, which stands for such a list."""
+    importance_cap: Positive | None = DEFAULT_CAP
     """The largest importance weight; null for no correction."""
     importance_floor: Positive | None = None
     """With a mask: the smallest importance weight that is not masked; null for 1/importance_cap."""
@@ -195,24 +204,11 @@ class ObjectiveConfig(Section):
             f"reference_kl_estimator = {self.reference_kl_estimator!r} has no effect with reference_kl = 0; set "
             "reference_kl, such as 0.001, or leave it out",
         )
-        floor, cap, chosen = self.importance_floor, self.importance_cap, f"importance = {self.importance!r}"
-        if "mask" not in self.importance:
-            require(
-                floor is None,
-                f"importance_floor = {floor} has no effect with {chosen}; set importance to token-mask, sequence-mask "
-                "or sequence-mask-any, or leave it out",
-            )
-        elif cap is None:
-            raise ValueError(
-                f"{chosen} needs importance_cap, the largest weight; importance_cap = null is no correction"
-            )
-        else:
-            lowest = floor or 1 / cap
-            require(
-                lowest <= 1 <= cap and lowest < cap,
-                f"{chosen} keeps the weights in [{lowest:g}, {cap:g}]; take importance_floor ≤ 1 ≤ importance_cap, so "
-                "that a token on which sampler and trainer agree is kept",
-            )
+        require(
+            isinstance(self.importance, str) or self.old_logprobs == "trainer",
+            "importance has no effect with old_logprobs = 'sampler', whose ratio needs no correction; leave it out",
+        )
+        check_importance(self.importance, self.importance_floor, self.importance_cap)
         return self
 
 

@@ -44,13 +44,10 @@ from bandpo_cli.registries import (
     split_member,
     task_kind,
 )
-from bandpo_cli.settings_validation import NotEmpty, Section, TaggedSection, require
+from bandpo_cli.settings_validation import AsList, NotEmpty, Section, TaggedSection, require
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """The suffixes of the local files that can be read."""
-
-AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
-"""A single item need not be in a list."""
 
 
 def _check_function_path(name: str) -> str:
@@ -152,6 +149,9 @@ class TaskSettings(TaggedSection):
     max_turns: PositiveInt = 8
     """With tools or an environment: the largest number of messages of the model in a completion. Their tokens and what
     is inserted between them count towards sampling.max_tokens."""
+    max_turn_tokens: PositiveInt | None = None
+    """With tools or an environment: the largest number of tokens of a message of the model. A longer one ends there,
+    and the conversation continues. null: no limit but sampling.max_tokens."""
     max_result_chars: PositiveInt = 2000
     """Characters of a tool's result that the model receives."""
 
@@ -184,6 +184,13 @@ class TaskSettings(TaggedSection):
         """The rewards of evaluations: `rewards` without controls; None for the grader of the answers alone."""
         kept = tuple(reward for reward in self.rewards or () if not reward.is_control)
         return kept if any(reward.weight for reward in kept) else None
+
+    @field_validator("max_turn_tokens")
+    @classmethod
+    def _check_conversation(cls, limit: int | None, info: ValidationInfo) -> int | None:
+        problem = "without tools or an environment a completion is one message; set sampling.max_tokens"
+        require(limit is None or info.data.get("tools") or info.data.get("environment"), problem)
+        return limit
 
     @field_validator("rewards")
     @classmethod

@@ -142,6 +142,7 @@ def plan_evaluation(
     setting cannot be used.
     """
     n, k = options.get("n"), options.get("k")
+    tasks = [tasks] if isinstance(tasks, str) else tasks
     if n is not None and k and max(k) > n:
         raise ConfigError(f"--k {max(k)}: needs --n {max(k)}; make it that, or --k of at most {n}")
     flags = {

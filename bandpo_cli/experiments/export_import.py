@@ -16,9 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.callbacks import Callback, Dispatcher
-from bandpo_cli.config.layers import read_layer, resolve, to_yaml
+from bandpo_cli.config.layers import (
+    Layer,
+    flatten,
+    nest,
+    read_layer,
+    resolve,
+    setting_changes,
+    setting_text,
+    to_yaml,
+)
 from bandpo_cli.config.run import RunConfig, TrackingConfig, with_dtype
-from bandpo_cli.custom_code import code_from
+from bandpo_cli.custom_code import add_code_folder, code_from
 from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials, user_code_location
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.preflight import check_graders, choose_run_name, load_task, resolve_model
@@ -76,10 +85,46 @@ class VerlExport:
     heldout: int
 
 
+MACHINE = {
+    "model.dtype": "auto",
+    "model.attention": "auto",
+    "model.device": "auto",
+    "sampling.engine": "auto",
+    "sampling.vllm.memory_fraction": None,
+}
+"""Settings of a run that its machine decided, with their values in a job for another one."""
+
+
+def settings_for_cluster(
+    run: str, layers: Sequence[Layer] = (), runs_dir: Path | str = "runs"
+) -> tuple[RunConfig, list[str]]:
+    """Return the settings of a run for a job on GPUs, and a line for each of `MACHINE` that changed.
+
+    Args:
+        layers: further settings, which win.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    path = RunFolder.open(Path(runs_dir), run).path
+    add_code_folder(path)
+    stored = read_layer(path / "config.yaml")
+    config = resolve([stored, nest(MACHINE), *layers])
+    changes = setting_changes(resolve([stored]), with_dtype(config, on_gpu=True))
+    given = {key for layer in layers for key in flatten(layer)}
+    return config, [
+        f"{key} = {setting_text(old)} of the machine of the run is {setting_text(new)}; "
+        f"--set {key}={setting_text(old)} keeps it"
+        for key, (old, new) in changes.items()
+        if key in MACHINE.keys() - given
+    ]
+
+
 def export_verl(
     config: RunConfig,
     out: Path | str,
     *,
+    changes: Sequence[str] = (),
     nodes: int = 1,
     gpus_per_node: int = 8,
     allow_differences: bool = False,
@@ -87,6 +132,7 @@ def export_verl(
     """Write a new folder with which verl runs an experiment, or nothing: run.sh, data, reward function, README.md.
 
     Args:
+        changes: lines of `settings_for_cluster`, for README.md.
         allow_differences: export settings that verl computes differently, with verl's own; README.md lists them.
 
     Raises:
@@ -129,11 +175,16 @@ def export_verl(
     join = template is not None
     table = verl_files.problem_table("train", by_source, join)
     heldout_table = verl_files.problem_table("test", heldout, join, table.schema)
+    wheel, package = verl_files.package_wheel()
+    values = {"wheel": wheel, "nodes": nodes, "gpus": gpus_per_node, "changes": changes}
     texts = {
         "run.sh": verl_files.run_script(config, overrides),
+        "cluster.sh": verl_files.cluster_script(out.name, nodes, gpus_per_node),
         CONFIG_FILE: to_yaml(config),
         verl_files.REWARD_FILE: verl_files.REWARD_MODULE,
-        "README.md": verl_files.readme(config, overrides, differences, arithmetic),
+        "README.md": verl_files.readme(
+            config, overrides, differences=differences, arithmetic=arithmetic, **values
+        ),
     }
     with export_folder(out) as folder:
         pyarrow.parquet.write_table(table, folder / verl_files.TRAIN_FILE)
@@ -141,6 +192,7 @@ def export_verl(
         for name, text in texts.items():
             write_text(folder / name, text)
         (folder / "run.sh").chmod(0o755)
+        (folder / wheel).write_bytes(package)
         if config.model.path in BUNDLED_MODELS:
             verl_files.copy_bundled_model(config.model.path, folder / "model")
     counts = len(training), sum(map(len, heldout.values()))

@@ -14,12 +14,18 @@ import re
 import shlex
 import shutil
 import threading
+from base64 import urlsafe_b64encode
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from hashlib import sha256
+from importlib import metadata
+from io import BytesIO
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
+from bandpo_cli import __version__
 from bandpo_cli.config.layers import flatten, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
@@ -113,21 +119,49 @@ compute_score = load_reward_function(Path(__file__).with_name("config.yaml"))
 '''
 
 
-def readme(
-    config: RunConfig, overrides: Overrides, differences: Sequence[str], arithmetic: Sequence[str]
-) -> str:
-    """Return README.md: how to run the folder, what differs, the batches, and each setting."""
+def cluster_script(name: str, nodes: int, gpus: int) -> str:
+    """Return cluster.sh, which starts Ray on several machines, with or without Slurm."""
+    return _render("cluster.sh", name=re.sub(r"[^\w.-]", "_", name), nodes=nodes, gpus=gpus)
+
+
+def package_wheel() -> tuple[str, bytes]:
+    """Return file name and content of a wheel of this package, from the files that run.
+
+    An index may not have this version, and an installation has no source tree to build from.
+    """
+    about = metadata.distribution("bandpo")  # a source tree has the one of its last installation, or PKG-INFO
+    text = about.read_text("METADATA") or about.read_text("PKG-INFO") or ""
+    fields = re.sub("(?m)^Version: .*", f"Version: {__version__}", text, count=1)
+    stem, package = f"bandpo-{__version__}", Path(__file__).parents[1]
+    tag = "Wheel-Version: 1.0\nGenerator: bandpo\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    info = {"METADATA": fields, "WHEEL": tag, "entry_points.txt": about.read_text("entry_points.txt") or ""}
+    contents = {f"{stem}.dist-info/{name}": text.encode() for name, text in info.items()}
+    for path in sorted(package.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            contents[path.relative_to(package.parent).as_posix()] = path.read_bytes()
+    record, archive = [f"{stem}.dist-info/RECORD,,"], BytesIO()
+    with ZipFile(archive, "w", ZIP_DEFLATED) as file:
+        for name, data in contents.items():
+            digest = urlsafe_b64encode(sha256(data).digest()).decode().rstrip("=")
+            record.append(f"{name},sha256={digest},{len(data)}")
+            file.writestr(name, data)
+        file.writestr(f"{stem}.dist-info/RECORD", "\n".join(record))
+    return f"{stem}-py3-none-any.whl", archive.getvalue()
+
+
+def readme(config: RunConfig, overrides: Overrides, **values: Any) -> str:
+    """Return README.md: how to run the folder, what differs, the batches, and each setting.
+
+    `values` are those of the template: differences, arithmetic, changes, wheel, nodes, gpus.
+    """
     settings = [
         (key, value, "; ".join(filter(None, (rule.to and f"`{rule.to}`", rule.reason))))
         for key, value in flatten(config.model_dump(mode="json")).items()
         for name, rule in RULES.items()
         if key == name or key.startswith(f"{name}.")
     ]
-    values = [(key.removeprefix("+"), hydra_value(value)) for key, value in overrides.items()]
-    return _render(
-        "README.md", method=config.bounds.describe(), arithmetic=arithmetic, differences=differences,
-        settings=settings, overrides=values,
-    )  # fmt: skip
+    keys = [(key.removeprefix("+"), hydra_value(value)) for key, value in overrides.items()]
+    return _render("README.md", method=config.bounds.describe(), settings=settings, overrides=keys, **values)
 
 
 def hydra_value(value: Any) -> str:

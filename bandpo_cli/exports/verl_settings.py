@@ -17,6 +17,7 @@ import yaml
 
 from bandpo_cli.config.run import RunConfig, dtype_on
 from bandpo_cli.methods.band_and_clip import BandSettings
+from bandpo_cli.methods.importance_correction import ImportanceRules
 from bandpo_cli.methods.trust_region_masks import DppoSettings
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import BUNDLED_MODELS, TRACKERS
@@ -101,10 +102,25 @@ def _importance(config: RunConfig) -> Overrides:
         return {}
     floor = 1.0 / cap if objective.importance_floor is None else objective.importance_floor
     weights, rejection = f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs"
+    if not isinstance(objective.importance, str):
+        overrides: Overrides = {}
+        for rule in objective.importance:
+            if rule.rule in VERL_WEIGHTS:
+                overrides |= {weights: VERL_WEIGHTS[rule.rule], f"{weights}_threshold": rule.high or NEVER}
+        rejects = [rule for rule in objective.importance if rule.rule in VERL_REJECTIONS]
+        if rejects:  # verl's statistic is the inverse ratio
+            limits = [
+                f"{1 / item.high!r}_{1 / item.low!r}" if item.low else str(item.high)
+                for item in rejects
+                if item.high
+            ]
+            overrides[rejection] = ",".join(VERL_REJECTIONS[item.rule] for item in rejects)
+            overrides[f"{rejection}_threshold"] = ",".join(limits)
+        return overrides
     if objective.importance == "sequence-mask":  # verl's statistic is the inverse ratio
         return {rejection: "seq_mean_k1", f"{rejection}_threshold": f"{1 / cap}_{1 / floor}"}
     if objective.importance == "sequence-mask-any":
-        overrides: Overrides = {weights: "token", f"{weights}_threshold": cap}
+        overrides = {weights: "token", f"{weights}_threshold": cap}
         return {**overrides, rejection: "seq_max_k2", f"{rejection}_threshold": math.log(cap) ** 2 / 2}
     threshold = f"{floor}_{cap}" if objective.importance == "token-mask" else cap
     return {weights: objective.importance.partition("-")[0], f"{weights}_threshold": threshold}
@@ -266,7 +282,7 @@ def differences_of(config: RunConfig) -> list[str]:
     method = config.bounds.method
     alpha = model.lora.scaling * model.lora.rank if model.lora else 0.0
     other_mean = method in ("sapo", "gmpo") and objective.aggregation != PER_COMPLETION
-    importance = IMPORTANCE_DIFFERENCES.get(objective.importance, "") if corrected else ""
+    importance = _importance_difference(objective.importance) if corrected else ""
     no_loss = f"verl has no such policy loss (it has {', '.join(LOSSES)})"
     controls = any(reward.is_control for reward in config.task.rewards or ())
     scheduled = method in LOSSES and config.bounds.scheduled(1, config.steps)
@@ -276,6 +292,7 @@ def differences_of(config: RunConfig) -> list[str]:
         ("model.lora.alpha", not alpha.is_integer(), "verl has whole numbers only"),
         ("model.device", not model.device.startswith(("auto", "cuda")), "the exported job runs on GPUs"),
         ("sampling.engine", sampling.engine not in ("auto", "vllm"), "the exported job samples with vLLM"),
+        ("sampling.stop", sampling.stop, "verl has no stop strings: completions continue to their end token"),
         ("sampling.dynamic_batches", sampling.dynamic, "verl samples until it has all groups, without a limit"),
         ("sampling.max_lag", sampling.max_lag, "verl samples each batch with the weights of its step"),
         ("task.tools", config.task.tools, "verl runs tools in its agent loops, which have settings of their own"),
@@ -308,6 +325,29 @@ def differences_of(config: RunConfig) -> list[str]:
           for name, limit in config.stop if name != "steps"),
     ]  # fmt: skip
     return [f"{key} = {_value(config, key)}: {text}" for key, differs, text in checks if differs]
+
+
+VERL_WEIGHTS = {"token-truncate": "token", "product-truncate": "sequence"}
+VERL_REJECTIONS = {
+    "token-reject": "token_k1",
+    "sequence-reject": "seq_mean_k1",
+    "product-reject": "seq_sum_k1",
+    "token-k3-reject": "token_k3",
+    "sequence-k3-reject": "seq_mean_k3",
+}
+"""verl's `rollout_is` and `rollout_rs` for the rules of a list `objective.importance`."""
+
+
+def _importance_difference(importance: ImportanceRules) -> str:
+    """Return what verl computes differently with this correction; "" for nothing."""
+    if isinstance(importance, str):
+        return IMPORTANCE_DIFFERENCES.get(importance, "")
+    names = [rule.rule for rule in importance]
+    if others := [name for name in names if name not in (*VERL_WEIGHTS, *VERL_REJECTIONS)]:
+        return f"verl has no rule {others[0]}"
+    if any(name.startswith("token") and name.endswith("reject") for name in names):
+        return "verl has no loss and no mean over tokens for the tokens that a rule rejects"
+    return ""
 
 
 IMPORTANCE_DIFFERENCES = {

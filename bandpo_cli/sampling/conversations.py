@@ -22,7 +22,7 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, tool_schemas
 from bandpo_cli.grading.workers import default_workers
 from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count
-from bandpo_cli.sampling.prompt_encoding import PromptEncoder
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder, end_of_turn_id
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, Turn
 from bandpo_cli.sampling.tool_calls import read_message
 from bandpo_cli.types import (
@@ -74,16 +74,23 @@ class _Open:
 class Conversations:
     """The tools or the environment of a task, with which `stream_completions` samples several turns.
 
-    The limits are `task.max_turns` and `task.max_result_chars`; `ranks` sample at the same time.
+    The limits are `task.max_turns`, `max_result_chars` and `max_turn_tokens`; `ranks` sample at the same time.
 
     Raises:
         ConfigError: the model's chat template has no place for the messages.
     """
 
     def __init__(
-        self, encoder: PromptEncoder, pool: ToolPool, max_turns: int, max_chars: int, ranks: Ranks = SINGLE
+        self,
+        encoder: PromptEncoder,
+        pool: ToolPool,
+        max_turns: int,
+        max_chars: int,
+        ranks: Ranks = SINGLE,
+        max_tokens: int | None = None,
     ) -> None:
         self.encoder, self.pool, self.max_turns, self.max_chars = encoder, pool, max_turns, max_chars
+        self.max_tokens, self.end = max_tokens, end_of_turn_id(encoder.tokenizer)
         self.ranks, self.numbers = ranks, count()
         self.has_environment = isinstance(pool, EnvironmentPool)
         self.schemas = tool_schemas(pool.tools, self.has_environment)
@@ -95,7 +102,7 @@ def build_conversations(config: RunConfig, encoder: PromptEncoder, ranks: Ranks)
     task, grading = config.task, config.grading
     size, calls = grading.workers or default_workers(), max(1, grading.concurrency // rank_count())
     pool = (EnvironmentPool if task.environment else ToolPool)(task.functions, grading, size, calls)
-    return Conversations(encoder, pool, task.max_turns, task.max_result_chars, ranks)
+    return Conversations(encoder, pool, task.max_turns, task.max_result_chars, ranks, task.max_turn_tokens)
 
 
 class Session:
@@ -144,14 +151,16 @@ class Session:
             for name in ("token_ids", "logprobs", "entropies"):
                 getattr(item, name).extend(getattr(completion, name))
             is_cut, is_last = completion.finish_reason == "length", item.turns == self._about.max_turns
+            # Otherwise the limit of a message has cut it, and the conversation continues.
+            is_full = is_cut and len(item.context) >= self._params.max_tokens
             calls = [call["function"] for call in message.get("tool_calls", ())]
-            continues = self._about.has_environment or (calls and not is_cut and not is_last)
+            continues = self._about.has_environment or (calls and not is_full and not is_last)
             if continues:
                 item.counts["calls"] += len(calls) if self._about.schemas else 1
                 item.counts["malformed_calls"] += sum(call["name"] is None for call in calls)
             if self._about.has_environment:
-                item.answered += [] if is_cut else [message]
-                self._submit_step(item, is_end=is_cut or is_last)
+                item.answered += [] if is_full else [message]
+                self._submit_step(item, is_end=is_full or is_last)
             elif continues:
                 self._submit(item, [[call["name"], call["arguments"]] for call in calls])
             else:
@@ -176,7 +185,8 @@ class Session:
         for part in [[item] for item in items] if self._streams else [items]:
             self._sampled[next(self._numbers)] = [*part]
             seeds = [derive_seed(item.seed, "turn", item.turns) for item in part]
-            limits = [self._params.max_tokens - len(item.context) for item in part]
+            most = self._about.max_tokens or self._params.max_tokens
+            limits = [min(most, self._params.max_tokens - len(item.context)) for item in part]
             prompts = [[*item.prompt_ids, *item.context] for item in part]
             yield SampleRequest(prompts, 0, [*map(Turn, seeds, limits)])
 
@@ -222,6 +232,12 @@ class Session:
         ]
         try:
             ids = self._about.encoder.turn_ids(messages)
+            # A message that a stop string or the limit of its tokens has ended lacks the token of its end.
+            if self._about.end is not None and item.context[-1] not in (
+                self._about.end,
+                *self._params.stop_ids,
+            ):
+                ids = (self._about.end, *ids)
         except ConfigError as error:  # a role that the template does not know; the batch is not lost for it
             item.counts["failed_calls"] += 1
             item.reward, item.reason, item.has_ended = str(error), "length", True

@@ -35,7 +35,7 @@ from bandpo_cli.processes.watch import ChildProcess, Wait, progress, python_comm
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling import engine_server
 from bandpo_cli.sampling.engine_server import NO_MORE, Answer, send_slots, send_weights
-from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, engine_model
+from bandpo_cli.sampling.sampler import EngineModel, Sampler, SampleRequest, SamplingParams, engine_model
 from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.types import Completion
 
@@ -179,6 +179,8 @@ class EngineProcess(Sampler):
             if self._entry.shares_weights
             else replace(engine_model(policy.model), device=torch.device(policy.device.type))
         )
+        if isinstance(model, EngineModel) and config.sampling.stop:
+            model = replace(model, tokenizer=policy.tokenizer)
         # The engine never sleeps, as it is in use during updates.
         vllm = config.sampling.vllm.model_copy(update={"sleep": False})
         sampling = config.sampling.model_copy(update={"engine": self._entry.name, "max_lag": 0, "vllm": vllm})

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from bandpo_cli.config.batch_and_sampling import SamplingConfig, check_engine, is_installed, resolve_engine
 from bandpo_cli.config.run import RunConfig
@@ -26,6 +26,7 @@ from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import forward_dtype, model_class, unsharded
 from bandpo_cli.processes.watch import progress
 from bandpo_cli.registries import ENGINES, load_attribute
+from bandpo_cli.sampling.tool_calls import StopStrings
 from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason
 
 TokenIds = Sequence[int]
@@ -50,6 +51,7 @@ class SamplingParams:
         max_tokens: maximum tokens per completion, its end token included.
         stop_ids: ids of the tokens that end a completion.
         entropy: report the entropy at each token (`Completion.entropies`), if the engine can.
+        stops: end completions at the stop strings of the engine's settings, too.
     """
 
     samples: int
@@ -57,6 +59,7 @@ class SamplingParams:
     max_tokens: int
     stop_ids: tuple[int, ...]
     entropy: bool = False
+    stops: bool = True
 
 
 class Turn(NamedTuple):
@@ -156,12 +159,14 @@ class Sampler(ABC):
 class EngineModel:
     """The data of the model for an engine with weights of its own, which can be sent to another process.
 
-    `architectures` of the config names the model's class; the dtype is that of forward passes.
+    `architectures` of the config names the model's class; the dtype is that of forward passes. Only stop strings need
+    the tokenizer.
     """
 
     config: PreTrainedConfig
     dtype: torch.dtype
     device: torch.device
+    tokenizer: PreTrainedTokenizerBase | None = None
 
 
 def engine_model(model: PreTrainedModel) -> EngineModel:
@@ -214,9 +219,12 @@ class TransformersSampler(Sampler):
 
     shares_weights = True
 
-    def __init__(self, model: PreTrainedModel, pad_id: int, max_sequences: int = 2048) -> None:
+    def __init__(
+        self, model: PreTrainedModel, pad_id: int, max_sequences: int = 2048, stops: StopStrings | None = None
+    ) -> None:
         """Sample at most `max_sequences` completions at the same time, but at least those of one prompt."""
         self._model, self._pad_id, self._max_sequences, self._version = model, pad_id, max_sequences, 0
+        self._stops = stops
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
         """Store the version; the weights are shared with the trainer and need no copy."""
@@ -296,6 +304,10 @@ class TransformersSampler(Sampler):
                 all_logprobs = torch.log_softmax(logits, dim=-1)
                 entropies[active, step] = torch.linalg.vecdot(all_logprobs.exp(), all_logprobs).neg_()
             ends = torch.isin(sampled, stop_ids) & running
+            if self._stops is not None and params.stops:
+                tails = tokens[active, max(0, step + 1 - self._stops.tail) : step + 1].tolist()
+                matched = [self._stops.end(tail, len(tail) - 1) is not None for tail in tails]
+                ends |= torch.tensor(matched, device=device) & running
             counts[active[ends]], stopped[active[ends]] = step + 1, True
             running &= ~ends & (limits[active] > step + 1)
             left = int(running.sum())
@@ -362,7 +374,8 @@ def float32_logits(model: PreTrainedModel) -> Iterator[None]:
 
 def build_transformers_sampler(config: SamplingConfig, policy: Policy) -> Sampler:
     """Return the sampler that runs the trainer's own model."""
-    return TransformersSampler(policy.model, policy.pad_id, config.max_sequences)
+    stops = StopStrings(policy.tokenizer, config.stop) if config.stop else None
+    return TransformersSampler(policy.model, policy.pad_id, config.max_sequences, stops)
 
 
 def random_numbers(seeds_P: Sequence[int], samples: int, max_tokens: int) -> Iterator[torch.Tensor]:

@@ -69,7 +69,9 @@ class SyncCheck:
         The engine allows `max_model_len` tokens, at least 2.
         """
         completion = min(COMPLETION_TOKENS, max_model_len - 1)
-        self._params = SamplingParams(SAMPLES, temperature=1.0, max_tokens=completion, stop_ids=())
+        self._params = SamplingParams(
+            SAMPLES, temperature=1.0, max_tokens=completion, stop_ids=(), stops=False
+        )
         self._length = min(PROMPT_TOKENS, max_model_len - completion)
         self._policy = policy
         self._prompt = () if policy is None else _sampled_prompt(policy, self._length)

@@ -1,4 +1,4 @@
-"""Tool calls in the text of a model: parsing, limits, and their form in a message of the assistant."""
+"""The text of a model: stop strings, and tool calls with their limits and their form in a message of the assistant."""
 
 import json
 import re
@@ -20,6 +20,39 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 _BARE_CALL = re.compile(r"\s*(?:```(?:json)?\s*(\{.*\})\s*```|(\{.*\}))\s*", re.DOTALL)
 """A message that is one JSON object, in a fenced block or not: Qwen2.5-Coder leaves out the tags of its template."""
+
+
+class StopStrings:
+    """Texts that end a completion (`sampling.stop`), found in its tokens alone: all engines end at the same token.
+
+    The text has special tokens too, and not the prompt. The last `tail` tokens decide whether the last one ends
+    the completion.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
+        self._tokenizer, self._strings = tokenizer, strings
+        self.tail = 4 * max(map(len, strings)) + 8  # a character has at most four tokens
+        self._last_characters = {"\ufffd", *(text[-1] for text in strings)}  # or a part of a character
+        self._may_end: dict[int, bool] = {}
+
+    def end(self, token_ids: Sequence[int], checked: int = 0) -> int | None:
+        """Return the number of tokens up to the one that completes a string; None without one.
+
+        The first `checked` tokens have none.
+        """
+        for count in range(checked + 1, len(token_ids) + 1):
+            token = token_ids[count - 1]
+            if token not in self._may_end:
+                # Twice, since some tokenizers write the space before a word only within a text.
+                self._may_end[token] = not self._last_characters.isdisjoint(self._text([token, token]))
+            if self._may_end[token]:
+                text = self._text(token_ids[max(0, count - self.tail) : count])
+                if any(string in text for string in self._strings):
+                    return count
+        return None
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([*token_ids], clean_up_tokenization_spaces=False))
 
 
 def read_message(

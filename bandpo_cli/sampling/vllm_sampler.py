@@ -12,9 +12,9 @@ import logging
 import os
 import random
 import tempfile
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ from bandpo_cli.sampling.sampler import (
     error_text,
 )
 from bandpo_cli.sampling.sync_check import SyncCheck
+from bandpo_cli.sampling.tool_calls import StopStrings
 from bandpo_cli.sampling.vllm_worker import (
     ComparedWeights,
     Weights,
@@ -99,6 +100,10 @@ class VllmSampler(Sampler):
         self.check = SyncCheck(own, config.max_prompt_tokens + config.max_tokens)
         model = policy if isinstance(policy, EngineModel) else engine_model(policy.model)
         self._llm, self._threads = _start(config, model, ranks, self._sleeps)
+        self._stops = None
+        if config.stop:
+            assert policy.tokenizer is not None, "the trainer sends it for them"
+            self._stops = StopStrings(policy.tokenizer, config.stop)
         self._max_model_len: int = self._llm.model_config.max_model_len
         self._converted: set[str] | None = None
         if own is None:
@@ -166,7 +171,12 @@ class VllmSampler(Sampler):
         with self._engine_call():
             ids = self._llm.enqueue(prompts, of_prompts, use_tqdm=False)
         # vLLM's ids are `<number>-<random>`, and its outputs have the number alone.
-        return [item.partition("-")[0] for item in ids]
+        numbers = [item.partition("-")[0] for item in ids]
+        if self._stops is not None and params.stops:
+            states = self._llm.llm_engine.output_processor
+            for completion in chain.from_iterable(states.external_req_ids[number] for number in numbers):
+                _end_at_strings(states.request_states[completion].detokenizer, self._stops)
+        return numbers
 
     @contextmanager
     def _engine_call(self) -> Iterator[None]:
@@ -268,6 +278,24 @@ class VllmSampler(Sampler):
             self._converted = {name for name in differing & matrices if "embed" not in name}
         for name in sorted(differing - self._converted):
             raise StaleEngineError(f"vLLM does not run version {version} of the weights: {name} differs")
+
+
+def _end_at_strings(detokenizer: Any, stops: StopStrings) -> None:
+    """End a completion at a stop string: vLLM ends it where `update` returns one, and drops the later tokens.
+
+    vLLM's own stop strings need a tokenizer in the engine, and its text is without special tokens.
+    """
+    token_ids = detokenizer.token_ids
+
+    def update(new_token_ids: Sequence[int], stop_terminated: bool) -> str | None:
+        checked = len(token_ids)
+        token_ids.extend(new_token_ids)
+        if (end := stops.end(token_ids, checked)) is None:
+            return None
+        del token_ids[end:]
+        return "stop string"
+
+    detokenizer.update = update
 
 
 def _completion(output: Any, version: int) -> Completion:

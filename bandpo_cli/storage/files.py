@@ -1,4 +1,4 @@
-"""Files on disk: atomic and durable writes, strict JSON, lines of metrics, digests, names by step, and locks.
+"""Files on disk: atomic and durable writes, strict JSON, lines of metrics, digests, names by step, versions, and locks.
 
 A file that `write_atomically` writes is either complete or absent: a crash or a full disk never leaves half of one.
 `run_lock` allows one writing process per run and per sweep; the operating system holds the lock for the process and
@@ -13,7 +13,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,8 +23,9 @@ from filelock import FileLock, Timeout, lock_descriptor
 from pydantic_core import from_json
 from xxhash import xxh3_64
 
+from bandpo_cli import __version__
 from bandpo_cli.errors import UserError
-from bandpo_cli.paths import check_regular_file, path_exists
+from bandpo_cli.paths import check_regular_file, path_exists, read_json_object
 from bandpo_cli.processes.watch import FOLDER_VARIABLE, Wait
 
 LOCK = ".lock"
@@ -246,3 +247,18 @@ def is_locked(folder: Path) -> bool:
         return not lock_descriptor(descriptor, blocking=False)
     finally:
         os.close(descriptor)  # releases the lock if it was free
+
+
+def check_version(folder: Path) -> None:
+    """Raise UserError if a later version of the package has written to the run or evaluation in `folder`."""
+    from packaging.version import InvalidVersion, Version
+
+    newest = Version("0")
+    with suppress(UserError, AttributeError, TypeError, InvalidVersion):  # a missing or damaged file
+        env = read_json_object(folder / "env.json")
+        parts = (env, *env.get("resumes", ()))
+        newest = max(Version(part.get("versions", {}).get("bandpo", "0")) for part in parts)
+    if newest > Version(__version__):
+        raise UserError(
+            f"{folder}: written by bandpo {newest}, and this is {__version__}; install the later version"
+        )

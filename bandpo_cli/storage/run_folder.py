@@ -11,14 +11,13 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
-from bandpo_cli import __version__
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import folders_containing, path_exists, read_json_object, relative_to_cwd, user_path
 from bandpo_cli.storage.files import (
+    check_version,
     iterate_metrics,
     link_or_copy,
     parse_metrics,
@@ -279,21 +278,6 @@ def find_folder(text: str, runs_dir: Path, marker: str) -> Path | None:
     if path is not None:
         check_version(path)
     return path
-
-
-def check_version(folder: Path) -> None:
-    """Raise UserError if a later version of the package has written to the run or evaluation in `folder`."""
-    from packaging.version import InvalidVersion, Version
-
-    newest = Version("0")
-    with suppress(UserError, AttributeError, TypeError, InvalidVersion):  # a missing or damaged file
-        env = read_json_object(folder / "env.json")
-        parts = (env, *env.get("resumes", ()))
-        newest = max(Version(part.get("versions", {}).get("bandpo", "0")) for part in parts)
-    if newest > Version(__version__):
-        raise UserError(
-            f"{folder}: written by bandpo {newest}, and this is {__version__}; install the later version"
-        )
 
 
 def not_found(kind: str, text: str, runs_dir: Path, marker: str) -> UserError:

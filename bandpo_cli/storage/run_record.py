@@ -18,8 +18,7 @@ from bandpo_cli.config.layers import read_layer
 from bandpo_cli.errors import UserError, redact_credentials
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object
 from bandpo_cli.processes.ranks import rank_count
-from bandpo_cli.storage.files import is_locked, iterate_metrics, step_of
-from bandpo_cli.storage.run_folder import check_version
+from bandpo_cli.storage.files import check_version, is_locked, iterate_metrics, step_of
 from bandpo_cli.types import RunStatus
 
 Record = Mapping[str, Any]

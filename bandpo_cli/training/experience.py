@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bandpo_cli.config.run import ObjectiveConfig, RunConfig
 from bandpo_cli.errors import RunError
+from bandpo_cli.methods.importance_correction import importance_weights
 from bandpo_cli.methods.loss import LossBatch, PolicyLoss
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
@@ -35,7 +36,6 @@ from bandpo_cli.models.packing import (
     rows_from_groups,
 )
 from bandpo_cli.objective.advantages import wrong_peers
-from bandpo_cli.objective.importance_correction import importance_weights
 from bandpo_cli.objective.policy_objective import AGGREGATIONS, off_policy_tokens
 from bandpo_cli.processes.ranks import Ranks, balanced_owners
 from bandpo_cli.types import Group

@@ -16,6 +16,7 @@ from bandpo_cli.config.layers import (
     read_layer,
     resolve,
     to_yaml,
+    with_values,
 )
 from bandpo_cli.config.run import OptimConfig, RunConfig
 from bandpo_cli.errors import ConfigError
@@ -122,7 +123,7 @@ def test_a_password_is_in_neither_the_config_nor_the_error_message() -> None:
         ("task={name: gsm8k, numbers: 3}", ["task.numbers: no such setting of 'gsm8k'", "heldout"]),
         ("task.train=x.jsonl", ["task.train: no such setting of 'countdown'", "of data, gsm8k", "add name: data"]),
         ("bounds={method: gspo, delta: 0.1}",
-         ["of 'gspo'; known: method, eps_low", "; a setting of band, ripo, dppo, cppo"]),
+         ["of 'gspo'; known: method, eps_low", "; a setting of band, ripo, atr, dppo, cppo"]),
         ("task={name: data, template: boxd}", ["task.template = 'boxd'", "did you mean 'boxed'"]),
         ("task={name: data, train: [a.jsonl, {pth: x}]}",
          ["task.train[1].pth: no such setting (did you mean 'path'?); known: name, path, subset"]),
@@ -255,6 +256,11 @@ def test_settings_in_python_are_dictionaries_and_objects_alike() -> None:
         {"steps": 2, "bounds": expected.bounds, "optim.lr": 1e-3},
     ]
     assert [resolve(settings) for settings in given] == [expected] * len(given)
+    dppo = resolve(
+        {"bounds.delta": 0.3, "bounds.method": "dppo"}
+    )  # the order of keys of one dictionary decides nothing
+    assert dppo == resolve({"bounds.method": "dppo", "bounds.delta": 0.3})
+    assert dppo.bounds.delta == 0.3  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -263,6 +269,7 @@ def test_settings_in_python_are_dictionaries_and_objects_alike() -> None:
         (lambda: resolve({"step": 1}), "step: no such setting (did you mean 'steps'?)"),
         (lambda: resolve({"sampling.num_generations": 8}), "(did you mean 'sampling.samples'?)"),
         (lambda: RunConfig(step=2), "step: no such setting (did you mean 'steps'?)"),
+        (lambda: RunConfig({"steps": 2}), "RunConfig: give values by name, RunConfig(key=value), or a dictionary"),
         (lambda: RunConfig(steps="two"), "steps = 'two': expected an integer"),
         (lambda: RunConfig(optim={"lr": -1}), "optim.lr = -1: input should be greater than 0"),
         (lambda: RunConfig(bounds={"method": "clop"}), "bounds.method = 'clop'"),
@@ -272,6 +279,8 @@ def test_settings_in_python_are_dictionaries_and_objects_alike() -> None:
         (lambda: resolve("gsm8k"), "'gsm8k': expected settings as a dictionary, with keys among seed"),
         (lambda: train({"epochs": 1}), "epochs: no such setting"),
         (lambda: train(None), "None: expected settings as a dictionary"),
+        (lambda: with_values(RunConfig(), {"optim.lr.x": 2}), "optim.lr = {'x': 2}"),
+        (lambda: evaluate(tasks="gsm9k"), "gsm9k: no such task or file"),
         (lambda: evaluate(settings=3), "3: expected settings as a dictionary"),
         (lambda: sweep({"sedes": [1]}), "sedes: no such setting (did you mean 'seeds'?)"),
     ],

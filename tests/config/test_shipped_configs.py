@@ -119,6 +119,8 @@ NOT_COMPUTED = {
     "task.tools": "none, for one turn per completion",
     "task.environment": "none, for one turn per completion",
     "task.max_turns": "used only with tools or an environment",
+    "task.max_turn_tokens": "used only with tools or an environment",
+    "sampling.stop": "none: a completion ends with its end token",
     "task.max_result_chars": "used only with tools",
     "task.rewards": "used only with several graders, and task.grader is stated",
     "objective.importance": "used only with an importance_cap",

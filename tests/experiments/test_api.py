@@ -158,6 +158,10 @@ def test_a_callback_that_cannot_be_created_is_an_error_with_its_line(tmp_path, m
 
 
 def test_mistakes_are_raised_before_anything_is_written(tmp_path):
+    with pytest.raises(
+        UserError, match=r"callbacks: <class .*Patience'> is no object of a subclass of CallbackBase"
+    ):
+        train({"steps": 1}, tmp_path / "runs", callbacks=[Patience])  # type: ignore[list-item]
     (tmp_path / "demo").mkdir()
     with pytest.raises(UserError, match="exists already"):
         train(resolve([SMALL]), tmp_path, "demo")

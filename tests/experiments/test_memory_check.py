@@ -37,7 +37,7 @@ GSM8K = {"task": {"name": "gsm8k"}}
 LARGE_UPDATES = {"model": {"gradient_checkpointing": False}, "optim": {"micro_batch_tokens": 65536}}
 SHARE = "sampling.vllm.memory_fraction"
 AWAKE = {"sampling": {"vllm": {"sleep": False, "memory_fraction": 0.6}}}
-DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
+DOCUMENTS = [Path(__file__).parents[2] / "docs" / name for name in ("performance.md", "faq.md")]
 
 
 class Gpus(list[tuple[float, float]]):
@@ -294,10 +294,10 @@ ROW = re.compile(
 
 
 @pytest.mark.slow
-def test_the_table_of_performance_md_is_the_estimate(tmp_path, monkeypatch):
+def test_the_tables_of_the_docs_are_the_estimate(tmp_path, monkeypatch):
     """`--task gsm8k` with vLLM and no other setting, on GPUs of so many 10⁹ bytes."""
     monkeypatch.setattr("bandpo_cli.config.batch_and_sampling.is_installed", lambda package: True)
-    rows = ROW.findall(DOCUMENT.read_text("utf-8"))
+    rows = [row for page in DOCUMENTS for row in ROW.findall(page.read_text("utf-8"))]
     sizes = {"0.5B": 0.494e9, "1.5B": 1.544e9, "3B": 3.086e9, "7B": 7.616e9}
     parameters = {f"Qwen2.5-{name}": number for name, number in sizes.items()}
     assert {name for name, *_ in rows} == {*parameters}

@@ -119,7 +119,7 @@ def test_the_overrides_of_an_export_become_the_same_run(method, tmp_path):
         "sampling.vllm.memory_fraction",
         "evaluation.problems",
     }
-    renamed = {"bounds.method"} if method in ("clip-higher", "none") else set()
+    renamed = {"bounds.method"} if method in ("atr", "clip-higher", "none") else set()
     assert changes.keys() == resolved | renamed
     assert not [line for line in translated.missing if "the table of verl" in line]
 

@@ -1,6 +1,11 @@
 """Exported folders: run.sh as a shell runs it, batches, data files, and no half-written folder."""
 
+import base64
+import hashlib
 import math
+import subprocess
+import zipfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -8,14 +13,17 @@ from unittest.mock import Mock
 import pyarrow.parquet as pq
 import pytest
 
-from bandpo_cli.config.layers import read_layer, resolve
+import bandpo_cli
+from bandpo_cli.config.layers import read_layer, resolve, to_yaml
 from bandpo_cli.config.run import with_dtype
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments import export_verl
+from bandpo_cli.experiments.export_import import settings_for_cluster
 from bandpo_cli.exports import verl_files
 from bandpo_cli.exports.verl_files import batch_arithmetic, hydra_value, problem_from_json
 from bandpo_cli.models.load import load_tokenizer
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
+from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.types import Message, Problem
 from tests.exports.folders import SMALL, run_script, small
@@ -186,3 +194,48 @@ def test_a_local_model_is_named_by_its_absolute_path(tmp_path, monkeypatch):
     exported = export_verl(small(model={"path": "model"}), tmp_path / "job", gpus_per_node=1)
     assert exported.overrides["actor_rollout_ref.model.path"] == str(tmp_path / "model")
     assert not (tmp_path / "job" / "model").exists()
+
+
+def test_the_wheel_of_the_package_is_complete_and_can_be_installed(folder, tmp_path):
+    """The installer checks nothing of RECORD here, so its hashes are compared with the files."""
+    (wheel,) = folder.glob("bandpo-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    about = metadata.PathDistribution(tmp_path / f"bandpo-{bandpo_cli.__version__}.dist-info")
+    assert (about.metadata["Name"], about.version) == ("bandpo", bandpo_cli.__version__)
+    assert {point.group for point in about.entry_points} == {"console_scripts", "verl.plugins"}
+    assert all(file.locate().is_file() for file in about.files)
+    for file in about.files:
+        if file.hash is not None:
+            digest = hashlib.new(file.hash.mode, file.read_binary()).digest()
+            assert base64.urlsafe_b64encode(digest).decode().rstrip("=") == file.hash.value
+    package = Path(bandpo_cli.__file__).parent
+    installed = {str(path.relative_to(package.parent)) for path in package.rglob("*.py")}
+    assert installed <= {str(file) for file in about.files}
+
+
+def test_scripts_are_bash_and_the_head_waits_for_the_other_machines(folder):
+    for script in ("run.sh", "cluster.sh"):
+        subprocess.run(["bash", "-n", folder / script], check=True)
+    text = (folder / "cluster.sh").read_text()
+    assert "#SBATCH --nodes=1\n" in text
+    assert "#SBATCH --gpus-per-node=4\n" in text
+    assert "sbatch cluster.sh" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_run_is_exported_without_the_settings_of_its_machine(tmp_path):
+    own = {"model": {"dtype": "float32", "device": "cpu"}, "sampling": {"engine": "transformers"}}
+    config = small(own, steps=7)
+    RunFolder.create(tmp_path, "first").write_config(to_yaml(config))
+    changed, lines = settings_for_cluster("first", [], tmp_path)
+    assert (changed.model.dtype, changed.model.device, changed.sampling.engine) == ("auto", "auto", "auto")
+    assert changed.steps == 7
+    assert lines[0] == (
+        "model.dtype = float32 of the machine of the run is bfloat16; --set model.dtype=float32 keeps it"
+    )
+    assert len(lines) == 3
+    kept, lines = settings_for_cluster("first", [{"model": {"dtype": "float32"}}], tmp_path)
+    assert kept.model.dtype == "float32"
+    assert [line.partition(" ")[0] for line in lines] == ["model.device", "sampling.engine"]
+    with pytest.raises(UserError, match=r"no run 'frist' .*did you mean 'first'"):
+        settings_for_cluster("frist", [], tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bandpo_cli.config.run import ObjectiveConfig
-from bandpo_cli.objective.importance_correction import importance_weights
+from bandpo_cli.methods.importance_correction import importance_weights
 from tests.integrations.stand_ins import partial_package
 
 ANNOTATIONS = {
@@ -106,3 +106,39 @@ def test_masked_completions(verl, rule, cap, statistic, threshold, spread):
     assert torch.equal(ours(rule, spread, importance_cap=cap) > 0, kept)
     if spread == 0.5:
         assert 0 < kept[:, 0].sum() < len(LENGTHS)
+
+
+PRESETS: dict[str, tuple[str | None, str | float, str | None, str | float | None]] = {
+    "decoupled_token_is": ("token", 2.0, None, None),
+    "decoupled_seq_is": ("sequence", 2.0, None, None),
+    "decoupled_token_icepop": ("token", "0.5_5.0", None, None),
+    "decoupled_seq_is_rs": ("sequence", 2.0, "seq_sum_k1", "0.5_2.0"),
+    "decoupled_geo_rs": (None, 2.0, "seq_mean_k1", "0.999_1.001"),
+    "decoupled_geo_rs_seq_tis": ("sequence", 2.0, "seq_mean_k1", "0.999_1.001"),
+    "decoupled_geo_rs_token_tis": ("token", 2.0, "seq_mean_k1", "0.999_1.001"),
+    "decoupled_k3_rs": (None, 2.0, "seq_mean_k3", 0.01),
+    "decoupled_k3_rs_seq_tis": ("sequence", 2.0, "seq_mean_k3", 0.01),
+    "decoupled_k3_rs_token_tis": ("token", 2.0, "seq_mean_k3", 0.01),
+}
+"""verl's `rollout_is`, `rollout_is_threshold`, `rollout_rs` and `rollout_rs_threshold` of each preset."""
+
+
+@pytest.mark.parametrize("spread", [1e-3, 0.05, 0.5, 3.0])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_of_verl(verl, preset, spread):
+    """The weights are verl's where its rejection keeps the token, and 1 for a preset that only rejects."""
+    config = getattr(import_module("verl.trainer.config.algorithm"), "RolloutCorrectionConfig", object)
+    if config is not object:  # the complete package is installed
+        chosen = getattr(config, preset)()
+        names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
+        assert tuple(getattr(chosen, name) for name in names) == PRESETS[preset]
+    weight, weight_limit, rejection, rejection_limit = PRESETS[preset]
+    expected = padded(torch.ones_like(log_ratios(spread)))
+    if weight is not None:
+        expected = theirs(verl, "correction_weights", weight, weight_limit, spread)
+    if rejection is not None and rejection_limit is not None:
+        expected = expected * theirs(verl, "rejection_mask", rejection, rejection_limit, spread)
+    found = ours(preset, spread)
+    difference = ((found - expected).abs() / expected.clamp(min=1e-6)).max().item()
+    print(f"{preset}, {spread}: largest relative difference {difference:.1e}")
+    assert difference < 1e-6

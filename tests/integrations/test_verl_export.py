@@ -19,11 +19,11 @@ from bandpo_cli.experiments import export_verl, import_verl
 from bandpo_cli.exports.verl_files import RewardFunction, hydra_value, problem_from_json, problem_to_json
 from bandpo_cli.exports.verl_settings import LOSSES, differences_of, is_runnable, overrides_of
 from bandpo_cli.grading.pool import GraderPool, training_grader
+from bandpo_cli.methods.importance_correction import importance_weights
 from bandpo_cli.methods.loss import LossBatch, policy_loss
 from bandpo_cli.models.load import load_tokenizer
 from bandpo_cli.models.logprobs import linear_logprobs
 from bandpo_cli.objective.advantages import group_advantages, rloo_advantages, shaped_rewards
-from bandpo_cli.objective.importance_correction import importance_weights
 from bandpo_cli.objective.policy_objective import AGGREGATIONS, k3, policy_objective
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.training.optimizer import lr_factor

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bandpo_cli.methods import METHODS
+from bandpo_cli.methods.importance_correction import importance_weights
 from bandpo_cli.methods.loss import LossBatch, PolicyLoss, sequence_index, sequence_sum
-from bandpo_cli.objective.importance_correction import importance_weights
 from bandpo_cli.objective.policy_objective import LossOutputs, policy_objective
 from tests.objective.test_loss import RULES
 from tests.objective.test_policy_losses import BY_HAND, Token, completions, tensors

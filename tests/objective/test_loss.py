@@ -12,8 +12,8 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.methods.band_and_clip import ClipSettings
+from bandpo_cli.methods.importance_correction import SINGLE_RULES, importance_weights
 from bandpo_cli.methods.loss import IntervalLoss, LossBatch
-from bandpo_cli.objective.importance_correction import importance_weights
 from bandpo_cli.objective.policy_objective import AGGREGATIONS, k3, off_policy_tokens, policy_objective
 
 log_prob, float32 = st.floats(-12.0, -1e-3), st.floats(-1e4, 0.0, width=32)
@@ -96,6 +96,62 @@ def test_mask_and_penalties_equal_their_definitions():
     assert not found.gradient_weights[dropped].any()
 
 
+TOKEN_THEN_MEAN = [
+    {"rule": "token-reject", "low": 0.5, "high": 3.0},
+    {"rule": "sequence-reject", "low": 0.9, "high": 1.2},
+]
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        # The geometric means without the rejected tokens (4 and 0.1) are 1, √(1.1·0.9), and 0.8.
+        (TOKEN_THEN_MEAN, [1, 1, 0, 1, 0, 1, 0, 0]),
+        (
+            [*TOKEN_THEN_MEAN, {"rule": "product-truncate", "high": 0.995}],
+            [0.995, 0.995, 0, 0.99, 0, 0.99, 0, 0],
+        ),
+        # In the other order the means are ∛4, ∛(0.99·0.1) and 0.8.
+        ([TOKEN_THEN_MEAN[1], TOKEN_THEN_MEAN[0]], [0] * 8),
+        ([{"rule": "outlier-reject", "low": 0.2, "high": 5}, "token-truncate"], [1, 1, 2, 0, 0, 0, 0.8, 0.8]),
+        (["token-k3-reject"], [1, 1, 0, 1, 0, 1, 0, 0]),
+        (
+            [{"rule": "sequence-k3-reject", "high": 0.5}, "sequence-truncate"],
+            [0] * 3 + [0.099 ** (1 / 3)] * 3 + [0.8] * 2,
+        ),
+    ],
+)
+def test_a_list_of_rules_applies_in_order_to_the_kept_tokens(rules, expected):
+    ratios = torch.tensor([1.0, 1.0, 4.0, 1.1, 0.1, 0.9, 0.8, 0.8], dtype=torch.float64)
+    objective = resolve([{"objective": {"importance": rules}}]).objective
+    sampler = torch.full_like(ratios, -9.0)
+    weights = importance_weights(sampler + ratios.log(), sampler, torch.tensor([3, 3, 2]), objective)
+    assert weights is not None
+    assert weights.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        ({"importance": []}, "name a rule"),
+        (
+            {"importance": ["token-truncate", "product-truncate"]},
+            "not both token-truncate and product-truncate",
+        ),
+        ({"importance": ["sequence-reject"], "importance_cap": 3.0}, "leave both out"),
+        ({"importance": ["sequence-reject"], "old_logprobs": "sampler"}, "no effect with old_logprobs"),
+        ({"importance": [{"rule": "sequence-reject", "low": 1.1, "high": 2}]}, "low ≤ 1 ≤ high"),
+        ({"importance": [{"rule": "token-truncate", "low": 0.5}]}, r"importance\[0\] = .*no effect"),
+        ({"importance": "bypass_pg_is"}, "set objective.old_logprobs to 'sampler'"),
+        ({"importance": "decoupled_geo"}, "did you mean 'decoupled_geo_rs'"),
+        ({"reference_kl_estimator": "unbiased"}, "no effect with reference_kl = 0"),
+    ],
+)
+def test_settings_without_effect_are_refused(objective, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve([{"objective": objective}])
+
+
 def test_an_entropy_bonus_has_no_importance_weights():
     old, entropy = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([0.2, 1.5, 0.7])
     weights, bounds = (
@@ -142,7 +198,7 @@ BY_HAND = {
     "sequence-mask-any": ({"importance_floor": 0.4}, [0.0, 0.0, 0.5, 0.5, 0.5, 1.1, 0.0, 0.0, 0.0]),
 }
 """Settings beside the cap of 1.5, and the weights of the tokens."""
-RULES = ObjectiveConfig.model_fields["importance"].annotation.__args__  # type: ignore[union-attr]
+RULES = [*SINGLE_RULES]
 
 
 def weights_by(rule: str, cap: float | None = 1.5, **more: Any) -> torch.Tensor | None:

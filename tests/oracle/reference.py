@@ -232,6 +232,8 @@ class ReferenceTrainer:
         if not self._corrects():
             return [1.0] * len(own)
         objective = self.settings["objective"]
+        if not isinstance(objective["importance"], str):
+            return self._rules(objective["importance"], [o - s for o, s in zip(own, sampler, strict=True)])
         level, _, rule = objective["importance"].partition("-")
         cap, floor = objective["importance_cap"], objective["importance_floor"]
         floor = 1 / cap if floor is None else floor
@@ -244,6 +246,26 @@ class ReferenceTrainer:
         if rule == "truncate":
             return [min(weight, cap) for weight in weights]
         return [weight if floor <= weight <= cap else 0.0 for weight in weights]
+
+    def _rules(self, rules: Sequence[Settings], logs: Sequence[float]) -> list[float]:
+        """Return the weights of the tokens of a completion by a list of rules, each of which sees the kept tokens."""
+        kept, weights = set(range(len(logs))), [1.0] * len(logs)
+        for rule in rules:
+            name, low, high = rule["rule"], rule["low"] or -math.inf, rule["high"] or math.inf
+            values = [math.exp(x) - 1 - x if "k3" in name else x for x in logs]
+            present = [values[i] for i in sorted(kept)] or [0.0]
+            if name.startswith("sequence"):
+                values = [mean(present)] * len(logs)
+            if name.startswith("product"):
+                values = [math.fsum(present)] * len(logs)
+            if "k3" not in name:
+                values = [math.exp(value) for value in values]
+            if name.endswith("truncate"):
+                weights = [min(value, high) for value in values]
+                continue
+            outside = {i for i in kept if not low <= values[i] <= high}
+            kept = set() if outside and name == "outlier-reject" else kept - outside
+        return [weight if i in kept else 0.0 for i, weight in enumerate(weights)]
 
     def _logits(self, model: nn.Module, rollout: GivenRollout) -> torch.Tensor:
         """Return the logits from which each token was sampled, [tokens, vocabulary]."""

@@ -494,6 +494,30 @@ def test_an_environment_that_never_ends_or_fails(tokenizer: PreTrainedTokenizerB
 
 
 @pytest.mark.slow
+def test_a_message_that_is_cut_is_ended_and_the_conversation_continues(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """The model then reads what the template makes of the conversation, as after a message that it has ended."""
+    long = "well " * 30
+    with Talk(tokenizer, "Endless", max_turns=3, max_tokens=6) as talk:
+        completion = talk.one(once(long, "well", long))
+        read = tokenizer.decode([*talk.sampler.requests[-1].prompts_P[0]])
+    first, second = completion.inserted
+    lengths = [first.position, second.position - first.position, len(completion.token_ids) - second.position]
+    assert lengths[0] == lengths[2] == 6 > lengths[1]
+    assert first.token_ids == (tokenizer.convert_tokens_to_ids(END), *second.token_ids)
+    asked = [{"role": "user", "content": "What is 0 + 1?"}]
+    messages = [*asked, *completion.conversation.messages[:4]]  # type: ignore[union-attr]
+    assert read == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    most = len(tokenizer(call(a=1) + END)["input_ids"])
+    with Talk(tokenizer, max_tokens=most) as talk:  # of tools, the last message is the answer
+        answered, answer = (talk.one(once(call(a=1), text)) for text in ("2", long * 2))
+        unread = talk.one(once(call(a=1) + long, "2"))
+    assert [item.finish_reason for item in (answered, answer, unread)] == ["stop", "length", "stop"]
+    assert [item.conversation.turns for item in (answered, answer, unread)] == [2, 2, 2]  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
 def test_an_environment_of_trl_has_tools(tokenizer: PreTrainedTokenizerBase) -> None:
     def use(name: str, **arguments: int) -> str:
         return call(**arguments).replace("add", name)

@@ -64,7 +64,14 @@ class Engine:
 
 def stream_sampler(engine: Engine) -> VllmSampler:
     sampler = object.__new__(VllmSampler)
-    about = {"_llm": engine, "_threads": 1, "_asleep": False, "_max_model_len": 9, "_version": 0}
+    about = {
+        "_llm": engine,
+        "_threads": 1,
+        "_asleep": False,
+        "_max_model_len": 9,
+        "_version": 0,
+        "_stops": None,
+    }
     vars(sampler).update(about, check=SimpleNamespace(observe=lambda *_: None))
     return sampler
 

@@ -62,7 +62,8 @@ def test_engine_with_two_worker_processes(monkeypatch):
 
 def test_an_engine_process_runs_the_weights_of_the_last_sync():
     """With its checks, and the same completions in a stream."""
-    settings = {"model": {"device": "cpu"}, "sampling": SAMPLING | {"engine": "vllm", "max_lag": 1}}
+    sampling = SAMPLING | {"engine": "vllm", "max_lag": 1, "stop": "9"}
+    settings = {"model": {"device": "cpu"}, "sampling": sampling}
     config = RunConfig.model_validate(settings)
     policy = load_policy(config.model)
     with forked_engines():
@@ -72,6 +73,8 @@ def test_an_engine_process_runs_the_weights_of_the_last_sync():
         assert engine.describe()["engine"] == "vllm"
         before = engine.sample(PROMPTS, PARAMS, seed=1)
         assert gap(running, before, 1.0) <= 1e-4
+        texts = [policy.tokenizer.decode([*item.token_ids]) for group in before for item in group]
+        assert {text.find("9") - len(text) for text in texts if "9" in text} == {-1}
         perturb(policy.model)
         assert gap(running, before, 1.0) > 0.05
         running.sync()

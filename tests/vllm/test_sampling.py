@@ -7,6 +7,7 @@ The log-probs are compared with a forward pass of transformers, one sequence at 
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -28,7 +29,9 @@ from bandpo_cli.types import Completion
 
 pytest.importorskip("vllm")
 
-from tests.vllm.engines import Running, perturb
+from tests.sampling.test_stop_strings import check_ends
+from tests.text_model import character_tokenizer
+from tests.vllm.engines import Running, perturb, random_policy, start
 
 pytestmark = pytest.mark.vllm
 
@@ -74,6 +77,19 @@ def test_log_probs_equal_the_trainers_after_all_weights_changed(running):
         groups = running.sampler.sample(PROMPTS, replace(PARAMS, temperature=temperature), seed=1)
         assert gap(running, groups, temperature) <= limit(running)
         assert {item.policy_version for group in groups for item in group} == {running.version}
+
+
+def test_completions_end_at_a_stop_string_as_with_transformers():
+    """The text is decoded from its start for the comparison. The engine goes on to sample without the ended ones."""
+    letters = "".join(map(chr, range(33, 127)))
+    tokenizer = character_tokenizer("", letters + "äöüßéàâçîôûñ" * 2, ["<a>", "<b>"], "<a>")
+    policy, stops = replace(random_policy("qwen2"), tokenizer=tokenizer), ["<b>", *letters[40:60], "ab"]
+    params = SamplingParams(12, 1.0, 12, stop_ids=(2,))
+    with closing(start(policy, stop=stops)) as sampler:
+        found = [*chain(*sampler.sample(PROMPTS * 3, params, 2))]
+        assert not sampler._llm.llm_engine.has_unfinished_requests()
+        plain = [*chain(*sampler.sample(PROMPTS * 3, replace(params, stops=False), 2))]
+    check_ends(found, plain, tokenizer, stops)
 
 
 @only_qwen2
