@@ -369,7 +369,17 @@ class RunConfig(Section):
             f"sampling.prompts = {prompts} cannot be split evenly into optim.updates = {updates}; "
             f"take prompts = {max(1, prompts // updates) * updates} or another number of updates",
         )
-        lag, objective = self.sampling.max_lag, self.objective
+        lag, objective, method = self.sampling.max_lag, self.objective, self.bounds
+        require(
+            method.has_negative or objective.off_policy_mask is None,
+            f"objective.off_policy_mask has no effect with bounds.method = '{method.method}', which trains on positive "
+            "advantages only; leave it out",
+        )
+        require(
+            not method.needs_sampler or objective.old_logprobs == "trainer",
+            f"bounds.method = '{method.method}' compares the trainer's log-probs with the sampler's, and has no effect "
+            "with objective.old_logprobs = 'sampler'; set it to 'trainer'",
+        )
         require(
             not lag or (objective.old_logprobs == "trainer" and objective.importance_cap is not None),
             f"sampling.max_lag = {lag}: completions are samples of older weights, which the importance correction "

@@ -185,11 +185,12 @@ class TaskSettings(TaggedSection):
         kept = tuple(reward for reward in self.rewards or () if not reward.is_control)
         return kept if any(reward.weight for reward in kept) else None
 
-    @field_validator("max_turn_tokens")
+    @field_validator("max_turns", "max_turn_tokens", "max_result_chars")
     @classmethod
     def _check_conversation(cls, limit: int | None, info: ValidationInfo) -> int | None:
+        default = cls.model_fields[str(info.field_name)].default
         problem = "without tools or an environment a completion is one message; set sampling.max_tokens"
-        require(limit is None or info.data.get("tools") or info.data.get("environment"), problem)
+        require(limit == default or info.data.get("tools") or info.data.get("environment"), problem)
         return limit
 
     @field_validator("rewards")

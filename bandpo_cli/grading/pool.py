@@ -100,9 +100,8 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
     def spawn(self, graders: Iterable[str]) -> None:
         """Spawn a worker for each grader of this package that may need one, without waiting for its import."""
-        for (
-            name
-        ) in graders:  # custom graders are left out: `check_grader` imports them and reports their mistakes
+        # Custom graders are left out: `check_grader` imports them and reports their mistakes.
+        for name in graders:
             if name in GRADERS and GRADERS[name].worker is not None:
                 self._worker_pool(name).spawn()
 

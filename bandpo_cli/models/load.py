@@ -149,7 +149,7 @@ def load_policy(
     # cuDNN builds a plan for each new shape, and lengths are always new. For the process, since the recomputation in a
     # backward pass must choose the kernel of the forward pass.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    config, adapter = model_files.base_config(config)
+    given, (config, adapter) = config, model_files.base_config(config)
     model_config = read_config(config)
     folder = Path(model_location(config))
     if path_exists(folder):
@@ -160,8 +160,7 @@ def load_policy(
     model, tokenizer = _load(config, model_config, attention)
     if adapter is not None:
         model_files.merge_adapter(model, adapter)
-        if path_exists(adapter / "tokenizer_config.json"):
-            tokenizer = load_tokenizer(config.model_copy(update={"path": str(adapter)}))
+        tokenizer = load_tokenizer(given)
     stop_ids, pad_id = _special_ids(model, tokenizer, config.path)
     model.eval()
     if for_training:
@@ -199,8 +198,9 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
-    """Return the model's tokenizer. Raise UserError if there is none that can be read."""
-    source = _source(config)
+    """Return the model's tokenizer, of an adapter its own or that of its base. Raise UserError if none can be read."""
+    base, adapter = model_files.base_config(config)
+    source = _source(config if adapter is None or path_exists(adapter / "tokenizer_config.json") else base)
     folder = Path(source["pretrained_model_name_or_path"])
     # tokenizer.json, vocab.json, spiece.model, tokenization_custom.py, ...
     if path_exists(folder) and not any(next(folder.glob(n), None) for n in ("*token*", "*vocab*", "*.model")):

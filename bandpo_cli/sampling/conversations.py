@@ -114,9 +114,7 @@ class Session:
         self._ranks = about.ranks if sampler.shares_weights else SINGLE
         self._opened: deque[list[list[_Open]]] = deque()  # of each request, [P][n]
         self._sampled: dict[int, list[_Open]] = {}  # those of each request of the sampler, by its number
-        self._waiting: dict[
-            int, tuple[_Open, int]
-        ] = {}  # conversation and index of a call, by key in the pool
+        self._waiting: dict[int, tuple[_Open, int]] = {}  # conversation and index of a call, by key
         self._ready: list[_Open] = []
         self._numbers = count()
 

@@ -174,13 +174,12 @@ class EngineProcess(Sampler):
             raise UserError("sampling.weight_transfer = 'cuda-ipc' needs a GPU; leave it at 'host' on a CPU")
         cards = _visible_cards(policy, sees_trainer=gpu is not None)
         self._child, self._pipe, self._output = start_engine(engine_environment(os.environ, cards))
-        model = (
-            _model_settings(config.model, policy)
-            if self._entry.shares_weights
-            else replace(engine_model(policy.model), device=torch.device(policy.device.type))
-        )
-        if isinstance(model, EngineModel) and config.sampling.stop:
-            model = replace(model, tokenizer=policy.tokenizer)
+        model: ModelConfig | EngineModel = _model_settings(config.model, policy)
+        if not self._entry.shares_weights:
+            tokenizer = policy.tokenizer if config.sampling.stop else None
+            model = replace(
+                engine_model(policy.model), device=torch.device(policy.device.type), tokenizer=tokenizer
+            )
         # The engine never sleeps, as it is in use during updates.
         vllm = config.sampling.vllm.model_copy(update={"sleep": False})
         sampling = config.sampling.model_copy(update={"engine": self._entry.name, "max_lag": 0, "vllm": vllm})

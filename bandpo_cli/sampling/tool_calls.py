@@ -29,7 +29,7 @@ class StopStrings:
     the completion.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self._tokenizer, self._strings = tokenizer, strings
         self.tail = 4 * max(map(len, strings)) + 8  # a character has at most four tokens
         self._last_characters = {"\ufffd", *(text[-1] for text in strings)}  # or a part of a character

@@ -100,10 +100,7 @@ class VllmSampler(Sampler):
         self.check = SyncCheck(own, config.max_prompt_tokens + config.max_tokens)
         model = policy if isinstance(policy, EngineModel) else engine_model(policy.model)
         self._llm, self._threads = _start(config, model, ranks, self._sleeps)
-        self._stops = None
-        if config.stop:
-            assert policy.tokenizer is not None, "the trainer sends it for them"
-            self._stops = StopStrings(policy.tokenizer, config.stop)
+        self._stops = StopStrings(policy.tokenizer, config.stop) if config.stop else None
         self._max_model_len: int = self._llm.model_config.max_model_len
         self._converted: set[str] | None = None
         if own is None:

@@ -310,12 +310,19 @@ def _printed(ups: int, downs: int, ties: int) -> str:
     """Return the printed comparison of two evaluations with that many problems up, down and equal."""
     changes = [0.25] * ups + [-0.5] * downs + [0.0] * ties
     a, b = (
-        {"sets": {"s": {"by_problem": {str(i): {"mean_at_4": value} for i, value in enumerate(values)}}}}
+        {
+            "sets": {
+                "s": {
+                    "by_problem": {f"id{i}": {"mean_at_4": value} for i, value in enumerate(values)},
+                    "questions": {f"id{i}": f"What is {i}+{i}?" for i in range(len(values))},
+                }
+            }
+        }
         for values in ([0.5] * len(changes), [0.5 + change for change in changes])
     )
     out = io.StringIO()
     result = ComparisonResult(Path("a"), Path("b"), {}, compare_records(a, b))
-    print_comparison(Console(file=out, width=200), result, 0)
+    print_comparison(Console(file=out, width=200), result, 1)
     return out.getvalue()
 
 
@@ -333,6 +340,10 @@ def test_a_comparison_counts_problems_and_tests_signs(counts, line):
     text = _printed(*counts)
     assert f"higher in B on {up} problems, lower on {down}, the same on {same}" in text
     assert "sign test" not in text if line is None else f"exact sign test, {line}" in text
+    assert ("→" in text) == bool(up + down)
+    if up or down:
+        place = up if down else 0  # the largest change comes first
+        assert f"  What is {place}+{place}?  (id{place})\n" in text
 
 
 def test_answers_without_a_verdict_are_counted_with_the_accuracy_they_could_add():

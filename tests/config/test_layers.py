@@ -43,8 +43,8 @@ MATH = {"task": {"name": "math", "train": {"name": "math", "levels": [3, 4, 5]}}
         ([GSM8K, {"task": {"name": "data"}}], {"task": {"name": "data"}}),
         ([{"task": {"numbers": 3}}, {"task": {"name": "gsm8k"}}], {"task": {"name": "gsm8k"}}),
         # of a section without a tag, what the default class does not have stays, and what all classes have
-        ([{"task": {"numbers": 3, "template": "boxed", "max_turns": 3}}, {"task": {"name": "gsm8k"}}],
-         {"task": {"name": "gsm8k", "template": "boxed", "max_turns": 3}}),
+        ([{"task": {"numbers": 3, "template": "boxed", "tools": ["m:f"]}}, {"task": {"name": "gsm8k"}}],
+         {"task": {"name": "gsm8k", "template": "boxed", "tools": ["m:f"]}}),
         ([{"bounds": {"delta": 0.2}}, {"bounds": {"method": "ripo"}}], {"bounds": {"method": "ripo"}}),
         ([GSM8K, ["task.template=plain"]], {"task": {**GSM8K["task"], "template": "plain"}}),
         ([GSM8K, {"task": {"name": "gsm8k", "system": "x"}}], {"task": {**GSM8K["task"], "system": "x"}}),

@@ -156,3 +156,16 @@ def test_a_dry_run_judges_odd_models_as_training_does(tmp_path):
         words = (*flags.split(), "--model", str(model), "--set", "sampling.max_prompt_tokens=400")
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         assert outcome(tmp_path, *words, "--dry-run") == outcome(tmp_path, *words), model
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_is_checked_without_its_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr("bandpo_cli.sampling.rollouts.load_policy", None)
+    done = succeed(
+        "train", "--set", "sampling.prompts=10000", "--max-tokens", "400", "--dry-run", cwd=tmp_path
+    )
+    assert (
+        "not checked: the weights (the run does not fit into the memory of this machine), the results"
+        in done.out
+    )
+    assert "prompt  of problem countdown/" in done.out

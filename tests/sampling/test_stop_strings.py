@@ -92,6 +92,9 @@ def test_completions_end_with_the_token_that_completes_a_string() -> None:
 def test_settings_without_a_meaning_are_refused_and_one_text_is_a_list() -> None:
     with pytest.raises(ConfigError, match=r"task\.max_turn_tokens = 5: without tools or an environment"):
         resolve({"task": {"max_turn_tokens": 5}})
+    with pytest.raises(ConfigError, match=r"task\.max_turns = 3: without tools or an environment"):
+        resolve({"task": {"name": "gsm8k", "max_turns": 3}})
+    assert resolve(resolve({}).model_dump()) == resolve({})
     assert resolve({"task": {"name": "calculator", "max_turn_tokens": 5}}).task.max_turn_tokens == 5
     assert resolve({"sampling": {"stop": "</answer>"}}).sampling.stop == ("</answer>",)
     with pytest.raises(
