@@ -95,6 +95,7 @@ class PolicyLoss(ABC):
         needs_all_tokens: False where `prepare` treats each completion separately and tokens with an advantage of 0
             have a loss and a gradient of 0. Then the update leaves out groups without an advantage, and the first
             update of a step takes π_old from its own forward pass, micro-batch by micro-batch.
+        needs_sampler: `prepare` has the sampler's log-probs, [N], as a third argument.
     """
 
     settings: MethodSettings
@@ -102,6 +103,7 @@ class PolicyLoss(ABC):
     options: Any
     interval: tuple[float, float] | None = None
     needs_all_tokens: bool = False
+    needs_sampler: bool = False
 
     def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
         self.settings, self.objective = settings, objective
@@ -185,11 +187,11 @@ class MethodLoss(PolicyLoss):
 
     def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
         super().__init__(settings, objective)
-        self.needs_all_tokens = settings.needs_all_tokens
+        self.needs_all_tokens, self.needs_sampler = settings.needs_all_tokens, settings.needs_sampler
         self.interval = settings.ends if isinstance(settings, IntervalSettings) else None
 
-    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
-        return self.settings.prepare(old_logprobs, advantages)
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor, *sampler_logprobs: Tensor) -> Columns:
+        return self.settings.prepare(old_logprobs, advantages, *sampler_logprobs)
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         return self.settings.token_losses(logprobs, batch)

@@ -43,7 +43,8 @@ class MethodSettings(TaggedSection):
 
     Attributes:
         text: the method with the settings that matter, in one line; `{s.NAME}` is the setting NAME.
-        needs_all_tokens: as in `PolicyLoss`.
+        needs_all_tokens, needs_sampler: as in `PolicyLoss`.
+        has_negative: completions with a negative advantage have a loss.
     """
 
     tag = "method"
@@ -51,6 +52,8 @@ class MethodSettings(TaggedSection):
     custom = "module:name"
     text: ClassVar[str] = "{s.method}: {s.entry.summary}"
     needs_all_tokens: ClassVar[bool] = False
+    needs_sampler: ClassVar[bool] = False
+    has_negative: ClassVar[bool] = True
 
     method: str
 

@@ -189,7 +189,8 @@ class Experience(LossBatch):
         weights = None
         if not self.old.is_exact:
             weights = importance_weights(logprobs, batch.sampled_logprobs, batch.lengths, self.loss.objective)
-        columns = self.loss.prepare(logprobs, batch.advantages)
+        sampled = (batch.sampled_logprobs,) if self.loss.needs_sampler else ()
+        columns = self.loss.prepare(logprobs, batch.advantages, *sampled)
         return replace(batch, old_logprobs=logprobs, importance_weights=weights, columns=columns)
 
     def gather(self, ranks: Ranks, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
