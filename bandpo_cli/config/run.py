@@ -125,6 +125,9 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "auto"
     """Attention kernels; `auto` is PyTorch's own (sdpa). `varlen` is sdpa for sampling, and for training the
     FlashAttention kernels in torch, which need no padding; it needs a GPU and bfloat16."""
+    head: Annotated[Literal["auto"] | PositiveInt, number_or("auto")] = "auto"
+    """The size of a tile of logits in MiB: log-probs of the output layer are computed tile by tile. `auto` is 32 on a
+    CPU and 256 on a GPU. On a GPU `make gpu-check` compares sizes."""
     gradient_checkpointing: Literal[True, False, "auto"] = False
     """Recompute activations in the backward pass: less memory, about a third more time. `auto`, the default of tasks
     for language models, is false where an update fits without it by the estimate of the memory."""

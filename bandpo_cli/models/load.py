@@ -22,7 +22,7 @@ from bandpo_cli.config.batch_and_sampling import resolve_engine
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig, dtype_on, with_dtype
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
 from bandpo_cli.models import lora, model_files
-from bandpo_cli.models.logprobs import check_packed_forward
+from bandpo_cli.models.logprobs import TILE_ATTRIBUTE, check_packed_forward
 from bandpo_cli.models.model_files import loading_errors, model_error
 from bandpo_cli.models.weights import checkpointed_layers, forward_dtype, is_sharded, save_adapter, shard
 from bandpo_cli.paths import cached_commit, path_exists, user_path
@@ -244,6 +244,8 @@ def _load(
         finally:
             logger.disabled = False
         model_files.check_loaded_weights(model, info, config.path)
+        if config.head != "auto":
+            setattr(model.get_output_embeddings(), TILE_ATTRIBUTE, config.head << 20)
         ids = tokenizer("1+1=2")["input_ids"]
         if not ids or not isinstance(tokenizer.decode(ids), str):
             raise model_error(config.path, "its tokenizer gives no tokens; is tokenizer.json there?")
