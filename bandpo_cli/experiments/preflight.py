@@ -172,11 +172,8 @@ def prepare_task(config: RunConfig) -> Task:
         return build_task(config.task)
     task, grader = build_task(config.task), getattr(config.task, "answer_grader", ENVIRONMENT_GRADER)
     reset = partial(first_messages, config.task.environment, config.grading, grader=grader)
-
-    def heldout() -> dict[str, list[Problem]]:
-        return {label: reset(problems) for label, problems in task.heldout_sets().items()}
-
-    prompted = Task(task.name, lambda: reset(task.train_problems()), heldout)
+    train, sets = lambda: reset(task.train_problems()), task.heldout_sets
+    prompted = Task(task.name, train, lambda: {label: reset(of_set) for label, of_set in sets().items()})
     prompted.lines = task.lines
     return prompted
 

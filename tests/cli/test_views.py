@@ -400,3 +400,31 @@ def test_the_histogram_of_problems(fewest, most, shares, title, lines):
         if lines is None
         else {line.split()[0]: line.split()[-1] for line in others} == lines
     )
+
+
+def test_steps_and_evaluations_in_an_outage_of_the_judge_have_no_accuracy(tmp_path):
+    """Without a verdict there is none; answers that the judge alone did not grade have one."""
+    outage, partial = (
+        {"grade/error_fraction": 0.75, "grade/timeout_fraction": 0.25},
+        {"train/ungraded_fraction": 1},
+    )
+    records: list[dict[str, float]] = [
+        {
+            "step": 1,
+            "time/step": 1.0,
+            "train/accuracy": 0.3125,
+            "train/entropy": 1.0,
+            "eval/a/mean_at_4": 0.25,
+        },
+        {"step": 2, "time/step": 1.0, "train/accuracy": 0.25, "train/entropy": 1.1, **partial},
+        {"step": 3, "time/step": 1.0, "train/accuracy": 0.0, "train/entropy": 1.2, **outage},
+    ]
+    records[2] |= {"eval/a/mean_at_4": 0.0, "eval/a/grader_error_rate": 1.0, "train/truncated_fraction": 0.0}
+    out = io.StringIO()
+    print_summary(Console(file=out, width=100), RunConfig(), RunResult(tmp_path, "FINISHED", records))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    for line in (
+        "training accuracy 0.312 → 0.250", "not graded the answers of 1 of 3 steps, which have no accuracy",
+        "step 3 mean@4 not graded", "entropy 1.000 → 1.200 nats per token",
+    ):  # fmt: skip
+        assert line in lines

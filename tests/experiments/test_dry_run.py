@@ -161,11 +161,15 @@ def test_a_dry_run_judges_odd_models_as_training_does(tmp_path):
 @pytest.mark.slow
 def test_a_run_that_does_not_fit_is_checked_without_its_weights(tmp_path, monkeypatch):
     monkeypatch.setattr("bandpo_cli.sampling.rollouts.load_policy", None)
-    done = succeed(
-        "train", "--set", "sampling.prompts=10000", "--max-tokens", "400", "--dry-run", cwd=tmp_path
+    flags = (
+        "--max-tokens",
+        "400",
+        "--set",
+        "sampling.prompts=10000",
+        "--set",
+        "sampling.max_sequences=160000",
     )
-    assert (
-        "not checked: the weights (the run does not fit into the memory of this machine), the results"
-        in done.out
-    )
+    done = succeed("train", *flags, "--dry-run", cwd=tmp_path)
+    why = "the run does not fit into the memory of this machine"
+    assert f"not checked: the weights ({why}), the results" in done.out
     assert "prompt  of problem countdown/" in done.out
