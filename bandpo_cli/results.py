@@ -276,35 +276,22 @@ def task_settings(task: TaskSettings) -> dict[str, Any]:
     return {key: value for key, value in settings if key not in left_out and value not in (None, [])}
 
 
-def changed_settings(
-    config: RunConfig, on_gpu: bool = False, complete: bool = False
-) -> dict[str, tuple[Any, Any]]:
+def changed_settings(config: RunConfig, on_gpu: bool = False) -> dict[str, tuple[Any, Any]]:
     """Return value and default of the settings that differ from the defaults of the run's task, model and method.
 
-    Seed, method, divergence, radius, task and model are included if the list is to be `complete`, of a run that has not
-    started. `on_gpu`: whether the run's machine has a GPU.
+    Method, divergence, radius, task and model are not included. `on_gpu`: whether the run's machine has a GPU.
     """
     values, task = config.model_dump(mode="json"), config.task.model_dump(mode="json")
     if isinstance(config.task, DataTask):  # which questions, not how they are put and graded
         task = {key: task[key] for key in ("name", "train", "heldout", "revisions")}
-    named = ("method",) if complete else ("method", "divergence", "delta")
+    named = ("method", "divergence", "delta")
     bounds = {key: value for key, value in values["bounds"].items() if key in named}
-    layer = {"task": task, "bounds": bounds, "model": {"path": config.model.path}}
-    default = resolve([layer if complete else layer | {"seed": values["seed"]}])
-    if complete:
-        first, sources = RunConfig(), ("task.train.", "task.heldout.")
-        chosen: dict[str, tuple[Any, Any]] = {
-            "model.path": (config.model.path, first.model.path),
-            "task.name": (config.task.name, first.task.name),
-            "bounds.method": (config.bounds.method, first.bounds.method),
-        }
-        of_task = task_settings(config.task).items()
-        chosen |= {key: (value, None) for key, value in of_task if key.startswith(sources)}
-    else:
-        chosen = {}
+    model = {"path": config.model.path}
+    default = resolve([{"task": task, "bounds": bounds, "model": model, "seed": values["seed"]}])
+    if config.model.dtype != "auto":  # of a run that has started
         default = with_dtype(default, on_gpu and config.model.device.startswith(("auto", "cuda")))
     defaults = flatten(default.model_dump(mode="json"))
-    return {key: pair for key, pair in chosen.items() if pair[0] != pair[1]} | {
+    return {
         key: (value, defaults.get(key))
         for key, value in flatten(values).items()
         if key != "model.path"

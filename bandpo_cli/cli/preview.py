@@ -52,9 +52,19 @@ def print_changes(console: Console, config: RunConfig, all_settings: bool) -> No
     if all_settings:
         console.print(to_yaml(config), markup=False, highlight=False)
         return
+    first, method = RunConfig(), config.bounds.published()
+    changes = {
+        "seed": (config.seed, first.seed),
+        "model.path": (config.model.path, first.model.path),
+        "task": (config.task.title, first.task.title),
+        "bounds.method": (config.bounds.method, first.bounds.method),
+    }
+    for name in ("divergence", "delta"):
+        changes[f"bounds.{name}"] = getattr(config.bounds, name, None), getattr(method, name, None)
     table = make_table("changed setting", "value", "default")
-    for key, values in changed_settings(config, complete=True).items():
-        table.add_row(key, *(Text("null" if value is None else setting_text(value)) for value in values))
+    for key, values in (changes | changed_settings(config)).items():
+        if values[0] != values[1]:
+            table.add_row(key, *(Text("null" if value is None else setting_text(value)) for value in values))
     if table.row_count:
         console.print(table, highlight=False)
     else:
@@ -73,8 +83,7 @@ def print_dry_run(console: Console, plan: Plan) -> None:
         dummy = f"the dummy completion {trial.completion!r:.80}"
         dummy += f" for the reference {problem.answer!r:.80}" if problem.answer else ""
         reward = f"reward {grade.reward:g}" if grade.has_reward else "without a reward (None or NaN)"
-        line = f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}"
-        print_line(console, line, "grader")
+        print_line(console, f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}", "grader")
         print_warnings(console, trial.warnings)
     with ExitStack() as stack:
         view = stack.enter_context(closing(ExperimentView(console)))
@@ -90,14 +99,8 @@ def print_dry_run(console: Console, plan: Plan) -> None:
         assert loaded is not None
         print_prompt(console, config, loaded.encoder, loaded.train[0])
         print_warnings(console, loaded.notes)
-    if unchecked:
-        print_line(console, unchecked, "not checked:", "yellow")
-    print_line(console, UNCHECKED if unchecked else f"training starts with these settings; {UNCHECKED}")
-
-
-UNCHECKED = (
-    "only training shows the results of a step, the space on the disk, and whether the trackers answer"
-)
+    others = "the results of a step", "the space on the disk", "whether the trackers answer"
+    print_line(console, f"accepted; not checked: {', '.join(filter(None, [unchecked, *others]))}", "dry run")
 
 
 def print_prompt(console: Console, config: RunConfig, encoder: PromptEncoder, problem: Problem) -> None:

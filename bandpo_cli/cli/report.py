@@ -13,8 +13,9 @@ from rich.text import Text
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import make_table, open_console, print_json, print_line, print_warnings
 from bandpo_cli.cli.options import folder_of
+from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import AXES
-from bandpo_cli.paths import relative_to_cwd
+from bandpo_cli.paths import path_exists, read_json_object, relative_to_cwd
 
 if TYPE_CHECKING:
     from bandpo_cli.reports.compare_variants import Metric, Report
@@ -61,6 +62,11 @@ def report(
 
     chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
     folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
+    if out is None and chosen.sweep is None and path_exists(folder / "report.json"):
+        earlier = read_json_object(folder / "report.json")
+        names = {run.get("run") for key in ("runs", "excluded") for run in earlier.get(key, ())}
+        if names != {run.folder.name for run in chosen.runs}:
+            raise UserError(f"{folder} has a report of other runs; give a folder for this one: --out DIR")
     written = write_report(chosen, folder, margin, AXES[x], fit)
     if format_ == "json":
         print_json(written.as_json())

@@ -259,9 +259,9 @@ class TrainView(ExperimentView):
         self._last = known
 
 
-def is_not_graded(record: Mapping[str, Any]) -> bool:
-    """Return whether no answer of a step was graded, such as in an outage of a judge, so that it has no accuracy."""
-    return record.get("train/ungraded_fraction") == 1
+def is_not_graded(record: Mapping[str, Any], rates: str = "grade/{}_fraction", error: str = "error") -> bool:
+    """Return whether no answer has a verdict, such as in an outage of a judge, so that there is no accuracy."""
+    return sum(record.get(rates.format(kind)) or 0.0 for kind in ("timeout", error)) >= 1
 
 
 def accuracy_text(record: Mapping[str, Any]) -> str:
@@ -291,7 +291,8 @@ def eval_metrics_text(record: Mapping[str, float]) -> str:
             metrics, reward = by_set.setdefault(match[1], []), record.get(f"eval/{match[1]}/reward")
             if match[2] == "mean" and reward is not None and reward != value:
                 metrics.append(f"reward {reward:.3f}")
-            metrics.append(f"{match[2]}@{match[3]} {value:.3f}")
+            unknown = is_not_graded(record, f"eval/{match[1]}/{{}}_rate", "grader_error")
+            metrics.append(f"{match[2]}@{match[3]} {'not graded' if unknown else f'{value:.3f}'}")
     if len(by_set) == 1:
         return " · ".join(*by_set.values())
     return "  ".join(f"{label}: {' · '.join(metrics)}" for label, metrics in by_set.items())

@@ -125,6 +125,9 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "auto"
     """Attention kernels; `auto` is PyTorch's own (sdpa). `varlen` is sdpa for sampling, and for training the
     FlashAttention kernels in torch, which need no padding; it needs a GPU and bfloat16."""
+    head: Annotated[Literal["auto"] | PositiveInt, number_or("auto")] = "auto"
+    """The size of a tile of logits in MiB: log-probs of the output layer are computed tile by tile. `auto` is 32 on a
+    CPU and 256 on a GPU. On a GPU `make gpu-check` compares sizes."""
     gradient_checkpointing: Literal[True, False, "auto"] = False
     """Recompute activations in the backward pass: less memory, about a third more time. `auto`, the default of tasks
     for language models, is false where an update fits without it by the estimate of the memory."""
@@ -366,7 +369,17 @@ class RunConfig(Section):
             f"sampling.prompts = {prompts} cannot be split evenly into optim.updates = {updates}; "
             f"take prompts = {max(1, prompts // updates) * updates} or another number of updates",
         )
-        lag, objective = self.sampling.max_lag, self.objective
+        lag, objective, method = self.sampling.max_lag, self.objective, self.bounds
+        require(
+            method.has_negative or objective.off_policy_mask is None,
+            f"objective.off_policy_mask has no effect with bounds.method = '{method.method}', which trains on positive "
+            "advantages only; leave it out",
+        )
+        require(
+            not method.needs_sampler or objective.old_logprobs == "trainer",
+            f"bounds.method = '{method.method}' compares the trainer's log-probs with the sampler's, and has no effect "
+            "with objective.old_logprobs = 'sampler'; set it to 'trainer'",
+        )
         require(
             not lag or (objective.old_logprobs == "trainer" and objective.importance_cap is not None),
             f"sampling.max_lag = {lag}: completions are samples of older weights, which the importance correction "

@@ -52,9 +52,6 @@ truncated and unreadable completions from the same share on."""
 _LIVE_ENTROPY = 0.1
 """Nats per token below which a policy is nearly deterministic, so that its entropy may change by any factor."""
 
-_DESTROYING_RATIO = 1000
-"""A ratio that no update of a usual size reaches: the log-prob of a token has changed by 7 nats within a step."""
-
 _SHORTEST_ANSWER = 256
 """Tokens that advice gives a completion at least: a worked answer to a school problem takes 100 to 300."""
 
@@ -170,35 +167,31 @@ def _steps_beyond(config: RunConfig, records: Sequence[Record]) -> Iterator[tupl
 def destroyed_policy(config: RunConfig, records: Iterable[Record]) -> str | None:
     """Return which learning rate has destroyed the policy, in which step and by which signs; None if none has.
 
-    The updates of a step change the entropy of the next one: to a tenth, or to that of noise. Signs of the step itself
-    are ratios above `_DESTROYING_RATIO` with many clipped tokens.
+    The updates of a step change the entropy of the next one: to a tenth, to a third while many more completions are
+    truncated, or to that of noise. Signs of the step itself are ratios above 1,000, which means that log-probs changed
+    by 7 nats, with many clipped tokens.
     """
-    last, before = 0, 0.0
+    last, before, cut = 0, 0.0, 0.0
     for record in records:
-        entropy = record.get("train/entropy")
-        alive = (
-            entropy is None or before < _LIVE_ENTROPY or before / 10 <= entropy <= max(3 * before, before + 2)
-        )
-        if not alive:
-            return _lower_rate(config, f"in step {last}, entropy {before:.3f} → {entropy:.3f} nats")
-        if _has_destroying_ratios(record):
-            shares = f"{record['clip/active_fraction']:.0%} of the tokens were clipped"
-            return _lower_rate(
-                config, f"in step {record['step']}, ratios up to {record['ratio/max']:,.0f}; {shares}"
-            )
-        last, before = record["step"], entropy or 0.0
+        entropy, truncated = record.get("train/entropy"), record.get("train/truncated_fraction") or 0.0
+        clipped, largest = record.get("clip/active_fraction") or 0.0, record.get("ratio/max") or 0.0
+        least = before / (3 if truncated > cut + COMMON else 10)
+        where = ""
+        if (
+            entropy is not None
+            and before >= _LIVE_ENTROPY
+            and not least <= entropy <= max(3 * before, before + 2)
+        ):
+            where = f"in step {last}, entropy {before:.3f} → {entropy:.3f} nats"
+        elif clipped > COMMON and largest > 1000:
+            where = f"in step {record['step']}, ratios up to {largest:,.0f}; {clipped:.0%} of the tokens were clipped"
+        if where:
+            named = {"model": {"path": config.model.path}, "task": config.task.model_dump(mode="json")}
+            usual = resolve([named]).optim.lr * (1 if config.model.lora is None else 10)
+            rate = f"({config.optim.lr:g}), for example to --lr {min(config.optim.lr / 10, usual):g}"
+            return f"lower optim.lr {rate}: the policy was destroyed {where}"
+        last, before, cut = record["step"], entropy or 0.0, truncated
     return None
-
-
-def _has_destroying_ratios(metrics: Record) -> bool:
-    clipped, largest = metrics.get("clip/active_fraction") or 0.0, metrics.get("ratio/max") or 0.0
-    return clipped > COMMON and largest > _DESTROYING_RATIO
-
-
-def _lower_rate(config: RunConfig, where: str) -> str:
-    default = resolve([{"model": {"path": config.model.path}, "task": config.task.model_dump(mode="json")}])
-    lower = min(config.optim.lr / 10, default.optim.lr * (1 if config.model.lora is None else 10))
-    return f"lower optim.lr ({config.optim.lr:g}), for example to --lr {lower:g}: the policy was destroyed {where}"
 
 
 def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:

@@ -62,30 +62,21 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|gpt2(-medium|-large|-xl)?|distilgpt2")
 
 _MODELS = f"a Hugging Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
 
+_SMALL_LR = "optim.lr of adapters or a small model"
 _EXTREMES = (
-    # Weights of language models have a standard deviation of about 0.02, and AdamW moves them by up to lr per update.
-    (
-        "optim.lr",
-        0,
-        1e-3,
-        "reinforcement learning of all weights usually has 1e-7 to 1e-5, of small models up to 2e-4",
-    ),
-    ("optim.lr of adapters", 0, 1e-2, "reinforcement learning with LoRA usually has 1e-6 to 5e-4"),
+    ("optim.lr", 0, 3e-4, "reinforcement learning of all weights usually has 1e-7 to 1e-5"),
+    (_SMALL_LR, 0, 1e-3, "usual are up to 2e-4, and with LoRA up to 5e-4"),
     ("optim.weight_decay", 0, 1, "usual are 0 to 0.1"),
-    (
-        "optim.updates",
-        1,
-        64,
-        "the last updates are far from the policy that sampled the batch; usual are 1 to 16",
-    ),
+    ("optim.updates", 1, 64, "the last updates are far from the policy that sampled the batch; usual are 1 to 16"),
     ("sampling.temperature", 0.1, 2, "low ones make the completions of a group equal, high ones make noise"),
     ("evaluation.temperature", 0, 2, "the answers are noise; usual are 0 to 1"),
     ("objective.reference_kl", 0, 1, "the penalty outweighs the reward; usual are 0 to 0.1"),
     ("objective.entropy_bonus", 0, 0.1, "the bonus outweighs the reward, up to noise; usual are 0 to 0.01"),
-)
+)  # fmt: skip
 """Settings with the least and the largest value that no warning is about, and the reason or the usual values.
 
-The usual values are those of public recipes: TRL, verl, DAPO, Dr. GRPO, and "LoRA Without Regret" for adapters.
+The usual values are those of public recipes: TRL, verl, DAPO, Dr. GRPO, and "LoRA Without Regret" for adapters. With
+1e-3, two updates of all weights end all answers of SmolLM2-135M (entropy 2.04 → 0.59); with 1e-4 it declines.
 """
 
 _FEW_HELDOUT = 10
@@ -181,11 +172,8 @@ def prepare_task(config: RunConfig) -> Task:
         return build_task(config.task)
     task, grader = build_task(config.task), getattr(config.task, "answer_grader", ENVIRONMENT_GRADER)
     reset = partial(first_messages, config.task.environment, config.grading, grader=grader)
-
-    def heldout() -> dict[str, list[Problem]]:
-        return {label: reset(problems) for label, problems in task.heldout_sets().items()}
-
-    prompted = Task(task.name, lambda: reset(task.train_problems()), heldout)
+    train, sets = lambda: reset(task.train_problems()), task.heldout_sets
+    prompted = Task(task.name, train, lambda: {label: reset(of_set) for label, of_set in sets().items()})
     prompted.lines = task.lines
     return prompted
 
@@ -243,8 +231,8 @@ def extreme_settings(config: RunConfig) -> Iterator[str]:
     import numpy as np
 
     values = flatten(config.model_dump())
-    if config.model.lora is not None:
-        values["optim.lr of adapters"] = values.pop("optim.lr")
+    if config.model.lora is not None or config.model.path in BUNDLED_MODELS:
+        values[_SMALL_LR] = values.pop("optim.lr")
     for key, least, most, reason in _EXTREMES:
         if not least <= (value := values.get(key, least)) <= most:
             limit = f"below {least:g}" if value < least else f"above {most:g}"

@@ -100,10 +100,10 @@ def dry_run(
     try:
         return start_run(plan, callbacks, stack, check_loading)[2], ""
     except _NotLoadedError as reason:
-        from bandpo_cli.sampling.rollouts import prompts_without_weights
+        from bandpo_cli.sampling.rollouts import encode_prompts
 
         assert plan.task is not None  # else there is nothing to load
-        return prompts_without_weights(plan.pinned, plan.task), f"the weights: {reason}"
+        return encode_prompts(plan.pinned, plan.task), f"the weights ({reason})"
 
 
 def _has_weights(model: ModelConfig) -> bool:

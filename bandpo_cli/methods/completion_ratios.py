@@ -1,4 +1,4 @@
-"""The methods with a ratio of the completion: GSPO, LUSPO, GAPO, GMPO, CTPO, TOPR, VESPO.
+"""The methods with a ratio of the completion: GSPO, LUSPO, GAPO, GMPO, CTPO, TOPR, VESPO, and VACO's mask.
 
 A token that the importance correction masks (weight 0) has no part in the means and products of its completion, as in
 verl, which removes such tokens from the response mask before the loss is computed. The value of a completion has no
@@ -21,6 +21,7 @@ from bandpo_cli.methods.loss import (
     sequence_cumsum,
     sequence_index,
     sequence_sum,
+    without_masked,
 )
 from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.settings_validation import Positive, require
@@ -29,12 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bandpo_cli.methods.loss import Bound, LossBatch
-
-
-def without_masked(values: Tensor, batch: LossBatch) -> Tensor:
-    """Return `values` [n], and 0 for tokens with an importance weight of 0."""
-    weights = batch.importance_weights
-    return values if weights is None else values.where(weights != 0, 0.0)
 
 
 def completion_sum(values: Tensor, batch: LossBatch) -> Tensor:
@@ -266,3 +261,27 @@ class VespoSettings(MethodSettings):
         rate = by_sign(batch.advantages, settings.lambda_positive, settings.lambda_negative)
         weights = (k * log_w + rate - rate * log_w.exp()).exp()
         return -weights * batch.advantages * logprobs
+
+
+class VacoSettings(MethodSettings):
+    """No gradient away from the sampler in completions that have left its policy (VACO, arXiv 2603.01365)."""
+
+    text = "VACO: no gradient away from the sampler where the mean of |π/π_sampler − 1| exceeds {s.delta:g}"
+    method: Literal["vaco"] = "vaco"
+    delta: Positive = 0.05
+    """The largest mean over a completion of |ρ − 1|, twice its total variation; the default is not the paper's."""
+
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return −mask·r·a, mask 0 for a·log ρ > 0 in completions whose mean of |ρ − 1| exceeds delta, ρ = π/π_sampler.
+
+        Such a step would raise the total variation further; a step back to the sampler keeps its gradient.
+
+        Source: allenai/open-instruct, open_instruct/grpo_utils.py, `compute_rho_correction` with
+        `rho_mask_tv_divergence` (open-instruct#1681), which limits log ρ to 10, here to 20. One departure: its π in ρ
+        is the trainer's policy before the updates of the step, here it is the policy under update, so that the mask
+        also sees the lag of the updates.
+        """
+        log_rho = log_ratio(logprobs.detach(), batch.sampled_logprobs)
+        distance = completion_mean(log_rho.expm1().abs(), batch)
+        dropped = (distance > self.delta) & (batch.advantages * log_rho > 0)
+        return (-batch.ratios(logprobs) * batch.advantages).masked_fill(dropped, 0.0)

@@ -1,20 +1,20 @@
 """The methods that weight the gradient of each token.
 
-CISPO, SAPO, CE-GPPO, ASPO and DRPO do so by a function of its ratio, Clip-Cov and KL-Cov by its covariance of log-prob
-and advantage.
+CISPO, SAPO, CE-GPPO, DGPO, BAPO, ASPO, DRPO and WAPO do so by a function of its ratio, Clip-Cov and KL-Cov by its
+covariance of log-prob and advantage, M2PO by its share in the second moment of the log ratio to the sampler.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bandpo_cli.bounds.arrays import namespace
 from bandpo_cli.bounds.intervals import BoundsFunction
-from bandpo_cli.methods.loss import by_sign, clipped_losses, log_ratio
+from bandpo_cli.methods.loss import by_sign, clipped_losses, log_ratio, without_masked
 from bandpo_cli.methods.settings import IntervalSettings, MethodSettings, Share
-from bandpo_cli.settings_validation import NotNegative, Positive
+from bandpo_cli.settings_validation import NotNegative, Positive, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,6 +94,146 @@ class CeGppoSettings(IntervalSettings):
         scale = (self.beta_high * upper / taken).where((advantages > 0) & (ratios > upper), 1.0)
         scale = (self.beta_low * lower / taken).where((advantages < 0) & (ratios < lower), scale)
         return -scale * ratios * advantages
+
+
+class DgpoSettings(IntervalSettings):
+    """The fixed interval, with a decaying weight of the gradient beyond it (DGPO, arXiv 2603.14389)."""
+
+    text = "DGPO: {s.interval}, weight ∝ r^(1 + {s.decay_low:g}) below and r^(1 − 1/{s.decay_high:g}) above"
+    method: Literal["dgpo"] = "dgpo"
+    decay_low: Positive = 1.0
+    """n: below the interval, for negative advantages, the weight is r^(n+1)/l^n. The authors also take 2 at 1.5B."""
+    decay_high: float = Field(2.0, ge=1)
+    """m: above the interval, for positive advantages, the weight is r^(1−1/m)·u^(1/m)."""
+
+    def ratio_bounds(self) -> BoundsFunction:
+        return MethodSettings.ratio_bounds(self)  # raises: tokens outside keep a gradient
+
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return −r·a, times sg((r/l)^n) for a < 0, r < l and sg((u/r)^(1/m)) for a > 0, r > u.
+
+        The weight is continuous at both ends of [l, u], and falls to 0 with the probability for a < 0.
+
+        Source: VenomRose-Juri/DGPO-RL, verl/trainer/ppo/core_algos.py, `ratio_mode` dgpo, without a dual clip too.
+        """
+        ratios, advantages = batch.ratios(logprobs), batch.advantages
+        (lower, upper), taken = self.ends, ratios.detach()
+        scale = (upper / taken).pow(1.0 / self.decay_high).where((advantages > 0) & (ratios > upper), 1.0)
+        scale = (taken / lower).pow(self.decay_low).where((advantages < 0) & (ratios < lower), scale)
+        return -scale * ratios * advantages
+
+
+class WapoSettings(MethodSettings):
+    """Only completions with a positive advantage, with an upper bound of the ratio (WAPO, arXiv 2606.16154)."""
+
+    text = "WAPO: positive advantages only, ratio ≤ 1 + {s.eps_high:g}"
+    method: Literal["wapo"] = "wapo"
+    has_negative = False
+    eps_high: Positive = 9.0
+    """The upper bound of the ratio is 1 + eps_high."""
+
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return −a·min(r, 1 + ε) for a > 0, and 0 for the other tokens.
+
+        The authors' advantage is the reward minus the mean of the group (`objective.advantage_std: false`), and the
+        divisor of a group its completions times the most tokens of a sequence, here of a completion (`seq-sum-norm`).
+
+        Source: layer6ai-labs/wapo, verifiers/rl/trainer/trainer.py, `loss_type` wapo. One departure: its r is relative
+        to the sampler, here to the trainer's π_old unless `objective.old_logprobs` is `sampler`.
+        """
+        positive = batch.advantages.clamp(min=0.0)
+        return clipped_losses(batch.ratios(logprobs), positive, 0.0, 1.0 + self.eps_high)
+
+
+class BapoSettings(MethodSettings):
+    """An interval whose bounds rise in each update until positive tokens have their share (BAPO, arXiv 2510.18927)."""
+
+    text = (
+        "BAPO: ratio in [{s.low_start:g} to {s.low_end:g}, {s.high_start:g} to {s.high_end:g}], "
+        "positive share {s.share:g}"
+    )
+    method: Literal["bapo"] = "bapo"
+    adapts = True
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """The share of the positive tokens in the sum of |clipped ratio·a| that is aimed at."""
+    low_start: float = Field(0.6, gt=0, le=1)
+    low_end: float = Field(0.8, gt=0, le=1)
+    high_start: float = Field(1.2, ge=1)
+    high_end: float = Field(2.0, ge=1)
+    step: Positive = 0.05
+    """The interval is [low_start, high_start]; first the lower bound rises in steps to at most low_end, then the upper
+    bound to at most high_end, until the share is reached."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        ordered = self.low_start <= self.low_end and self.high_start <= self.high_end
+        require(
+            ordered,
+            "a bound rises from its start to its end: take low_start ≤ low_end and high_start ≤ high_end",
+        )
+        return self
+
+    def adapt(self, batch: LossBatch, logprobs: Tensor) -> Columns:
+        """Return the interval of the update, `lower` and `upper`, for log π of all of its tokens, [N]."""
+        ratios, advantages = batch.ratios(logprobs), without_masked(batch.advantages, batch)
+        low, high = self.low_start, self.high_start
+
+        def is_short() -> bool:
+            gains = advantages.clamp(min=0) * ratios.clamp(max=high)
+            losses = -advantages.clamp(max=0) * ratios.clamp(min=low)
+            return bool(gains.sum() < self.share * (gains.sum() + losses.sum()))
+
+        while low < self.low_end and is_short():
+            low = min(low + self.step, self.low_end)
+        while high < self.high_end and is_short():
+            high = min(high + self.step, self.high_end)
+        return {"lower": ratios.new_full(ratios.shape, low), "upper": ratios.new_full(ratios.shape, high)}
+
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return the clipped loss with the interval of the update; the first one, where every r is 1, has the start.
+
+        Source: WooooDyy/BAPO, recipe/bapo/policy_loss.py, with `adv_ratio_target` share/(1 − share). Two departures: it
+        chooses the interval per micro-batch, here per update, which takes a further forward pass; and it has a dual
+        clip of 3, here there is none.
+        """
+        lower = batch.columns.get("lower", self.low_start)
+        upper = batch.columns.get("upper", self.high_start)
+        return clipped_losses(batch.ratios(logprobs), batch.advantages, lower, upper)
+
+
+class M2poSettings(MethodSettings):
+    """No gradient for the tokens with the largest log ratios to the sampler (M2PO, arXiv 2510.01161)."""
+
+    text = "M2PO: the tokens of smallest log²(π_old/π_sampler), with a mean below {s.threshold:g}"
+    method: Literal["m2po"] = "m2po"
+    needs_all_tokens = True
+    needs_sampler = True
+    threshold: Positive = 0.04
+    """The limit of the mean of log²(π_old/π_sampler) over the tokens of the update that keep their gradient."""
+
+    def prepare(
+        self, old_logprobs: Tensor, advantages: Tensor, sampler_logprobs: Tensor | None = None
+    ) -> Columns:
+        """Return `kept`: 0 for the tokens of largest log²(π_old/π_sampler), until the mean of the others is below.
+
+        At least one token is kept, as in the source.
+        """
+        sampled = old_logprobs if sampler_logprobs is None else sampler_logprobs
+        moments, order = (old_logprobs - sampled).double().square().sort(descending=True)
+        counts = old_logprobs.new_ones(len(moments)).double().flip(0).cumsum(0).flip(0)
+        means = moments.flip(0).cumsum(0).flip(0) / counts  # of each token and those with a smaller moment
+        dropped = (means >= self.threshold).sum().clamp(max=max(len(moments) - 1, 0))
+        kept = old_logprobs.new_ones(len(moments))
+        kept[order] = (counts <= len(moments) - dropped).to(kept.dtype)
+        return {"kept": kept}
+
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return −r·a for kept tokens, 0 for the others.
+
+        Source: AReaL, areal/trainer/ppo/actor.py, `_apply_m2po_masking`. One departure: it chooses the tokens of a
+        micro-batch, here of the update. The paper has π in place of π_old, and only masks tokens that PPO could clip.
+        """
+        return -batch.columns["kept"] * batch.ratios(logprobs) * batch.advantages
 
 
 class AspoSettings(IntervalSettings):

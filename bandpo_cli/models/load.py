@@ -22,7 +22,7 @@ from bandpo_cli.config.batch_and_sampling import resolve_engine
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig, dtype_on, with_dtype
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
 from bandpo_cli.models import lora, model_files
-from bandpo_cli.models.logprobs import check_packed_forward
+from bandpo_cli.models.logprobs import TILE_ATTRIBUTE, check_packed_forward
 from bandpo_cli.models.model_files import loading_errors, model_error
 from bandpo_cli.models.weights import checkpointed_layers, forward_dtype, is_sharded, save_adapter, shard
 from bandpo_cli.paths import cached_commit, path_exists, user_path
@@ -149,7 +149,7 @@ def load_policy(
     # cuDNN builds a plan for each new shape, and lengths are always new. For the process, since the recomputation in a
     # backward pass must choose the kernel of the forward pass.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    config, adapter = model_files.base_config(config)
+    given, (config, adapter) = config, model_files.base_config(config)
     model_config = read_config(config)
     folder = Path(model_location(config))
     if path_exists(folder):
@@ -160,8 +160,7 @@ def load_policy(
     model, tokenizer = _load(config, model_config, attention)
     if adapter is not None:
         model_files.merge_adapter(model, adapter)
-        if path_exists(adapter / "tokenizer_config.json"):
-            tokenizer = load_tokenizer(config.model_copy(update={"path": str(adapter)}))
+        tokenizer = load_tokenizer(given)
     stop_ids, pad_id = _special_ids(model, tokenizer, config.path)
     model.eval()
     if for_training:
@@ -199,8 +198,9 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
-    """Return the model's tokenizer. Raise UserError if there is none that can be read."""
-    source = _source(config)
+    """Return the model's tokenizer, of an adapter its own or that of its base. Raise UserError if none can be read."""
+    base, adapter = model_files.base_config(config)
+    source = _source(config if adapter is None or path_exists(adapter / "tokenizer_config.json") else base)
     folder = Path(source["pretrained_model_name_or_path"])
     # tokenizer.json, vocab.json, spiece.model, tokenization_custom.py, ...
     if path_exists(folder) and not any(next(folder.glob(n), None) for n in ("*token*", "*vocab*", "*.model")):
@@ -244,6 +244,8 @@ def _load(
         finally:
             logger.disabled = False
         model_files.check_loaded_weights(model, info, config.path)
+        if config.head != "auto":
+            setattr(model.get_output_embeddings(), TILE_ATTRIBUTE, config.head << 20)
         ids = tokenizer("1+1=2")["input_ids"]
         if not ids or not isinstance(tokenizer.decode(ids), str):
             raise model_error(config.path, "its tokenizer gives no tokens; is tokenizer.json there?")

@@ -27,8 +27,8 @@ from bandpo_cli.processes.watch import progress
 
 TILE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Size of a float32 tile: about a CPU's last-level cache, or enough to keep a GPU busy. Two tiles exist at a time."""
-TILE_ROWS = {"cpu": 2048, "cuda": 8192}
-"""Maximum tokens in a tile; its width follows from its size, and for few tokens from the size of its weights."""
+TILE_ATTRIBUTE = "bandpo_tile_bytes"
+"""Attribute of an output layer with another size (`model.head`)."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Maximum difference in nats between packed and unpacked log-probs. Rounding stays well below it; attention across rows
 or a scale factor on the logits does not."""
@@ -71,7 +71,9 @@ def token_logprobs(
     return run_forward(_token_logprobs, model, batch, temperature, with_entropy, with_sampling_entropy)
 
 
-def _token_logprobs(model: PreTrainedModel, batch: TokenBatch, *options: Any) -> TokenLogprobs:
+def _token_logprobs(
+    model: PreTrainedModel, batch: TokenBatch, temperature: float, entropy: bool, sampling_entropy: bool
+) -> TokenLogprobs:
     with _checkpointing(model):
         # The model passes a mask with four axes on unchanged and would expand None to a [T, T] mask. Attention uses
         # `packing` instead of it.
@@ -80,6 +82,8 @@ def _token_logprobs(model: PreTrainedModel, batch: TokenBatch, *options: Any) ->
         output = model.base_model(input_ids=batch.input_ids, **layout, use_cache=False)
     head = model.get_output_embeddings()
     predicting = output.last_hidden_state[0].index_select(0, batch.predictor_index)
+    tile_bytes: int | None = getattr(head, TILE_ATTRIBUTE, None)
+    options = temperature, entropy, sampling_entropy, tile_bytes
     return linear_logprobs(predicting, head.weight, head.bias, batch.targets, *options)
 
 
@@ -126,6 +130,7 @@ def linear_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     with_sampling_entropy: bool = False,
+    tile_bytes: int | None = None,
 ) -> TokenLogprobs:
     """Return log softmax((hidden·weightᵀ + bias) / temperature) at the targets, and optionally entropies.
 
@@ -137,8 +142,9 @@ def linear_logprobs(
         targets: [N] int64.
         with_entropy, with_sampling_entropy: also return the entropy of the softmax at temperature 1, without gradient,
             or at `temperature`, with gradient.
+        tile_bytes: the size of a float32 tile of logits; None for that of the device (`TILE_BYTES`).
     """
-    arguments = hidden, weight, bias, targets, temperature, with_entropy, with_sampling_entropy
+    arguments = hidden, weight, bias, targets, temperature, with_entropy, with_sampling_entropy, tile_bytes
     logprobs, entropy, sampling_entropy = _LinearLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
     return TokenLogprobs(
         logprobs, entropy if with_entropy else None, sampling_entropy if with_sampling_entropy else None
@@ -183,8 +189,10 @@ class _Softmax:
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, weight, bias, targets, temperature, with_entropy, with_sampling_entropy = arguments
-        tiles = _Tiles(hidden, weight, bias)
+        hidden, weight, bias, targets, temperature, with_entropy, with_sampling_entropy, tile_bytes = (
+            arguments
+        )
+        tiles = _Tiles(hidden, weight, bias, tile_bytes)
         zeros = torch.zeros(len(hidden), device=hidden.device)
         highest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
         chosen, plain, sampling = zeros.clone(), _Softmax(zeros), _Softmax(zeros)
@@ -214,6 +222,7 @@ class _LinearLogprobs(torch.autograd.Function):
         entropy, sampling_entropy = plain.entropy(), sampling.entropy()
         ctx.save_for_backward(hidden, weight, bias, targets, highest, sampling.total, sampling_entropy)
         ctx.temperature, ctx.with_sampling_entropy = temperature, with_sampling_entropy
+        ctx.tile_bytes = tile_bytes
         ctx.mark_non_differentiable(*([entropy] if with_sampling_entropy else [entropy, sampling_entropy]))
         return (chosen - highest) / temperature - sampling.total.log(), entropy, sampling_entropy
 
@@ -236,7 +245,7 @@ class _LinearLogprobs(torch.autograd.Function):
         inverse_total, grad = total[active, None].reciprocal(), grad_logprobs[active, None].float()
         # ∂ log p/∂x = (onehot − p)/temperature, and a tile becomes p − onehot; hence the sign.
         scale, at_target = grad / -ctx.temperature, torch.full_like(grad, -1.0)
-        tiles = _Tiles(hidden, weight, bias)
+        tiles = _Tiles(hidden, weight, bias, ctx.tile_bytes)
         if with_entropy:
             # ∂ entropy/∂x = −p·(log p + entropy)/temperature: with both gradients a tile becomes
             # p·(grad + grad_entropy·(log p + entropy)) − grad·onehot.
@@ -277,21 +286,22 @@ class _LinearLogprobs(torch.autograd.Function):
             if some_inactive:
                 all_rows = hidden.new_zeros(len(grad_logprobs), hidden.shape[1])
                 grad_hidden = all_rows.index_copy_(0, active, grad_hidden)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 class _Tiles:
     """The logits of N hidden states, one tile at a time, in one buffer."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, tile_bytes: int | None) -> None:
         device = hidden.device
         # On a CPU, torch has no product of low-precision factors with a float32 result.
         factor_dtype = weight.dtype if device.type == "cuda" else torch.float32
         self.hidden = hidden.to(factor_dtype)
         self._weight, self._bias = weight, bias
         tokens, vocabulary = len(hidden), len(weight)
-        size = TILE_BYTES.get(device.type, TILE_BYTES["cuda"]) // 4
-        most_rows = TILE_ROWS.get(device.type, TILE_ROWS["cuda"])
+        size = (tile_bytes or TILE_BYTES.get(device.type, TILE_BYTES["cuda"])) // 4
+        # About as many rows as columns: each tile reads and writes the gradients of its rows and columns.
+        most_rows = 1 << (size.bit_length() - 1) // 2
         # A slice of the weights in float32 and its gradient, [width, H], are at most as large as a tile, or as those of
         # a tile with most rows: a tile of few tokens, as wide as its size allows, would hold all weights.
         widest = max(1, size // most_rows, size // hidden.shape[1])

@@ -277,7 +277,9 @@ class _Run:
         tokens = min(max(config.optim.pass_tokens, self.longest), update_tokens(config, self.ranks))
         attention = attention_elements(config, text, tokens)
         activations = activation_bytes(self.model, tokens, config.model, attention, self.on_gpu)
-        tile = min(TILE_BYTES["cuda" if self.on_gpu else "cpu"], tokens * text.vocab_size * _FLOAT32)
+        mebibytes = config.model.head
+        tile_bytes = TILE_BYTES["cuda" if self.on_gpu else "cpu"] if mebibytes == "auto" else mebibytes << 20
+        tile = min(tile_bytes, tokens * text.vocab_size * _FLOAT32)
         # AdamW's fused kernel (`training.optimizer`) allocates nothing, so an update peaks where its gradient does.
         held = {
             f"activations of {tokens:,} tokens": activations,

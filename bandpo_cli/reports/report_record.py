@@ -14,6 +14,7 @@ import pandas as pd
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.methods import METHODS
 from bandpo_cli.paths import read_json_object
+from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.reports.run_variants import (
     SAME_VARIANT,
     Settings,
@@ -125,6 +126,8 @@ def describe_methods(
 def _facts(settings: Settings, run: RunRecord) -> dict[str, Any]:
     """Return values of a run that are no single settings."""
     facts: dict[str, Any] = {} if run.seconds is None else {"seconds": round(run.seconds)}
+    if task := BUNDLED_MODELS.get(str(settings.get("model.path"))):
+        facts["model.path"] = f"bundled with bandpo for the task {task}"
     facts |= {"dynamic": "replaced"} if settings.get("sampling.dynamic") else {}
     for name, tag in (("task", "task.name"), ("bounds", "bounds.method")):
         if tag in settings:

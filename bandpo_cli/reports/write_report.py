@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import quote
@@ -112,19 +113,14 @@ def write_report(
     tables.runs["entropy_at_accuracy"] = [equal.values.get(run, np.nan) for run in tables.runs.index]
     metrics = report_metrics(tables, sets, equal.level)
     variants = evaluate_variants(tables, metrics)
-    names = [variant.name for variant in variants]
-    notes = [*selection.notes]
+    names, notes = [variant.name for variant in variants], [*selection.notes]
     if baseline is None and len(names) > 1:
         baseline = next(run.variant for run in selection.runs if run.variant in names)
         notes.append(f"The baseline is the first variant, {baseline}; --baseline VARIANT names another one.")
     compared = baseline if baseline in names else None
     differences = [] if compared is None else compare_variants(names, compared, tables.runs, metrics, margin)
-    notes += [
-        *_notes(variants, sets, tables.runs, baseline, start),
-        *equal.notes,
-        *control_notes(tables, margin),
-    ]
-    notes += [] if tuning is None else tuning.notes_on_range()
+    notes += [*_notes(variants, sets, tables.runs, baseline, start), *equal.notes]
+    notes += [*control_notes(tables, margin), *([] if tuning is None else tuning.notes_on_range())]
     if len(names) > MAX_VARIANTS_PLOTTED:
         best = f"{MAX_VARIANTS_PLOTTED} variants with the highest {metrics[0].name}"
         notes.append(f"The plots show the {best}, and the baseline.")
@@ -132,7 +128,7 @@ def write_report(
     shared, runs = record_runs(tables.runs, tables.steps["seconds"], [metric.key for metric in metrics])
     report = Report(
         title=selection.title,
-        about=_about(variants, sets),
+        about=_about(variants, sets, tables),
         finding=_finding(variants, compared, differences, metrics[0], axis),
         baseline=compared,
         sets=tuple(sets),
@@ -182,12 +178,14 @@ def _write_files(report: Report, tables: RunTables, out: Path) -> Report:
     return report
 
 
-def _about(variants: Sequence[Variant], sets: Sequence[str]) -> str:
+def _about(variants: Sequence[Variant], sets: Sequence[str], tables: RunTables) -> str:
     """Return `3 variants, 9 runs over seeds 0, 1, 2; 100 steps; evaluated on countdown`."""
     seeds = sorted({seed for variant in variants for seed in variant.seeds})
     least, most = min(variant.steps[0] for variant in variants), max(variant.steps[1] for variant in variants)
     runs = plural(sum(len(variant.seeds) for variant in variants), "run")
-    steps = f"{most:,} steps" if least == most else f"{least:,} to {most:,} steps"
+    steps = plural(most, "step") if least == most else f"{least:,} to {most:,} steps"
+    if tables.level is not None:  # a run may have more steps; its scores are those at this amount
+        steps = f"compared at {tables.axis.text(tables.level)}, after {steps}"
     listed = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
     over = listed if len(seeds) <= 8 else f"{len(seeds)} seeds"
     return f"{plural(len(variants), 'variant')}, {runs} over {over}; {steps}; evaluated on {', '.join(sets)}"
@@ -292,7 +290,8 @@ def _statistics(
     sentences = ["Metrics are means over seeds, with 95% intervals of Student's t for two or more seeds"]
     sentences += [tests] if any(item.p_holm is not None for item in differences) else []
     sentences += [f"Settings were chosen by {tuning.caption}"] if tuning is not None else []
-    sentences += [fit_caption(axis)] if axis is not None else []
+    versions = f"Statistics: scipy {version('scipy')}, statsmodels {version('statsmodels')}"
+    sentences += [versions] if axis is None else [fit_caption(axis), versions]
     return "".join(f"{sentence}. " for sentence in sentences).strip()
 
 

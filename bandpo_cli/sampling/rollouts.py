@@ -6,21 +6,13 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from bandpo_cli.config.batch_and_sampling import RewardConfig, resolve_engine
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.load import (
-    Policy,
-    check_vocabulary,
-    is_on_cuda,
-    load_policy,
-    load_tokenizer,
-    read_config,
-)
+from bandpo_cli.models.load import Policy, is_on_cuda, load_policy, load_tokenizer, read_config
 from bandpo_cli.objective.advantages import shaped_rewards
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.registries import ENGINES
@@ -43,19 +35,16 @@ from bandpo_cli.types import (
 
 
 @dataclass
-class SamplingSetup:
-    """What sampling needs besides the engine.
+class Prompts:
+    """The problems of a run or an evaluation whose prompts fit.
 
     Attributes:
-        train: the training problems whose prompts fit; empty for an evaluation.
-        heldout: the problems of each evaluation set whose prompts fit, by label.
-        stop_ids: the tokens that end a completion.
+        train: those of training; empty for an evaluation.
+        heldout: those of each evaluation set, by label.
         conversations: samples the turns of a task with tools or an environment; None for another task.
         notes: messages about the data for the user, one line each.
     """
 
-    policy: Policy
-    stop_ids: tuple[int, ...]
     encoder: PromptEncoder
     train: Sequence[Problem]
     heldout: Mapping[str, Sequence[Problem]]
@@ -63,43 +52,34 @@ class SamplingSetup:
     notes: list[str]
 
 
+@dataclass
+class SamplingSetup(Prompts):
+    """What sampling needs besides the engine: the prompts, the policy and the tokens that end a completion."""
+
+    policy: Policy
+    stop_ids: tuple[int, ...]
+
+
 def set_up_sampling(config: RunConfig, task: Task, ranks: Ranks, training: bool = True) -> SamplingSetup:
-    """Load the policy and encode and check the prompts; the ranks must call this together.
+    """Encode and check the prompts and load the policy; the ranks must call this together.
 
     `training` is False for an evaluation, which has no training problems and no gradients.
 
     Raises UserError if the model or the data cannot be loaded, or a prompt limit leaves no problem.
     """
-    check_engine_settings(config)
+    prompts = encode_prompts(config, task, ranks, training)
     policy = load_policy(config.model, for_training=training, ranks=ranks, seed=config.seed)
-    model = policy.model.config
-    prompts = encode_prompts(config, task, policy.tokenizer, model, policy.rows, ranks, training)
     problems = [*prompts.train, *chain.from_iterable(prompts.heldout.values())]
-    return SamplingSetup(policy, completion_stop_ids(policy, prompts.encoder, problems), **prompts._asdict())
+    stop_ids = completion_stop_ids(policy, prompts.encoder, problems)
+    return SamplingSetup(**vars(prompts), policy=policy, stop_ids=stop_ids)
 
 
-class Prompts(NamedTuple):
-    """What `SamplingSetup` has apart from the policy."""
-
-    encoder: PromptEncoder
-    train: Sequence[Problem]
-    heldout: Mapping[str, Sequence[Problem]]
-    conversations: Conversations | None
-    notes: list[str]
-
-
-def encode_prompts(
-    config: RunConfig,
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    model: PreTrainedConfig,
-    rows: int,
-    ranks: Ranks = SINGLE,
-    training: bool = True,
-) -> Prompts:
-    """Encode and check the prompts for a model with `rows` embeddings; the errors are those of `set_up_sampling`."""
+def encode_prompts(config: RunConfig, task: Task, ranks: Ranks = SINGLE, training: bool = True) -> Prompts:
+    """Encode and check the prompts before the weights are loaded; the errors are those of `set_up_sampling`."""
+    model = check_engine_settings(config)
     prompt_encoding.check_context_length(model, config)
-    encoder = PromptEncoder.of_run(tokenizer, config, rows)
+    rows = getattr(model.get_text_config(), "vocab_size", None)
+    encoder = PromptEncoder.of_run(load_tokenizer(config.model), config, rows)
     conversations = build_conversations(config, encoder, ranks) if config.task.functions else None
     notes: list[str] = []
     train: Sequence[Problem] = ()
@@ -114,17 +94,8 @@ def encode_prompts(
     return Prompts(encoder, train, heldout, conversations, notes)
 
 
-def prompts_without_weights(config: RunConfig, task: Task) -> Prompts:
-    """Check all that can be checked of a run without the weights of its model; the errors are those of training."""
-    check_engine_settings(config)
-    model, tokenizer = read_config(config.model), load_tokenizer(config.model)
-    rows = model.get_text_config().vocab_size
-    check_vocabulary(tokenizer, rows, config.model.path)
-    return encode_prompts(config, task, tokenizer, model, rows)
-
-
-def check_engine_settings(config: RunConfig) -> None:
-    """Check that the engine of the settings can run the model, by its config.json, and sample at their temperatures.
+def check_engine_settings(config: RunConfig) -> PreTrainedConfig:
+    """Return config.json of the model, which the engine of the settings runs, and samples at their temperatures.
 
     Raises:
         UserError: the model is a mixture of experts, which the engine does not run, its config cannot be read, or the
@@ -138,16 +109,16 @@ def check_engine_settings(config: RunConfig) -> None:
                 f"{section}.temperature = {temperature:g}: {engine} samples at {low:g} to {high:g}, or at 0; "
                 "choose one of these, or use --sampler transformers"
             )
-    if ENGINES[engine].runs_experts:
-        return
-    text = read_config(config.model).get_text_config()
+    model = read_config(config.model)
+    text = model.get_text_config()
     # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
     experts = [value for key, value in text.to_dict().items() if key.endswith("experts")]
-    if any(isinstance(count, int) and count > 1 for count in experts):
+    if not ENGINES[engine].runs_experts and any(isinstance(count, int) and count > 1 for count in experts):
         raise UserError(
             f"model.path = {config.model.path!r}: {text.model_type} is a mixture of experts, which the {engine} engine "
             "cannot load from the trainer; use --sampler transformers"
         )
+    return model
 
 
 def stream_completions(

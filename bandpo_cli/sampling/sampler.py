@@ -159,8 +159,8 @@ class Sampler(ABC):
 class EngineModel:
     """The data of the model for an engine with weights of its own, which can be sent to another process.
 
-    `architectures` of the config names the model's class; the dtype is that of forward passes. Only stop strings need
-    the tokenizer.
+    The config names the model's class in `architectures`; the dtype is that of forward passes. Stop strings need the
+    tokenizer.
     """
 
     config: PreTrainedConfig
@@ -298,10 +298,12 @@ class TransformersSampler(Sampler):
         random = random_numbers([turn.seed for turn in turns_P], n, max_tokens)
         for step, uniforms in enumerate(random):
             progress()
-            sampled, sampled_logprobs = sample_tokens(logits, uniforms.to(device)[active], params.temperature)
+            uniforms_B = uniforms.to(device)[active]
+            sampled, sampled_logprobs, all_logprobs = sample_tokens(logits, uniforms_B, params.temperature)
             tokens[active, step], logprobs[active, step] = sampled, sampled_logprobs
             if entropies is not None:
-                all_logprobs = torch.log_softmax(logits, dim=-1)
+                if params.temperature not in (0.0, 1.0):
+                    all_logprobs = torch.log_softmax(logits, dim=-1)
                 entropies[active, step] = torch.linalg.vecdot(all_logprobs.exp(), all_logprobs).neg_()
             ends = torch.isin(sampled, stop_ids) & running
             if self._stops is not None and params.stops:
@@ -393,7 +395,7 @@ def random_numbers(seeds_P: Sequence[int], samples: int, max_tokens: int) -> Ite
 
 def sample_tokens(
     logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sample one token per row by inverting the cumulative distribution.
 
     Args:
@@ -401,15 +403,16 @@ def sample_tokens(
         uniforms: [B] float64 random numbers in [0, 1), one per row.
 
     Returns:
-        (tokens [B] int64, their log-probs [B] float32 at this temperature, in nats).
+        (tokens [B] int64, their log-probs [B] float32 at this temperature, in nats, and those of all tokens [B, V]).
     """
     if temperature == 0:
-        best = torch.log_softmax(logits, dim=-1).max(dim=-1)
-        return best.indices, best.values
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    cumulative = logprobs.double().exp().cumsum(dim=-1)
+        logprobs = torch.log_softmax(logits, dim=-1)
+        best = logprobs.max(dim=-1)
+        return best.indices, best.values, logprobs
+    logprobs = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+    cumulative = logprobs.double().exp_().cumsum_(dim=-1)
     # Scaled by the last entry instead of 1, so that rounding leaves no point beyond the end. `right=True` skips tokens
     # of probability 0.
     points = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, points, right=True).clamp(max=logits.shape[-1] - 1)
-    return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
+    return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1), logprobs

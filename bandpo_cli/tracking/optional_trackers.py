@@ -214,14 +214,15 @@ class TensorBoardTracker(Tracker):
             self.last_step = point.step
         self._writer.flush()
 
-    def finish(self, status: str, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
-        """Write the summary and the report of a sweep as texts."""
+    def finish(self, status: str, summary: Mapping[str, Any], files: Sequence[Path]) -> int:
+        """Write the summary and the report of a sweep as texts; other files stay in the run folder."""
         content = flatten({"status": status, **summary})
         self._add_text("summary", "".join(f"    {key}: {value}\n" for key, value in content.items()))
-        for file in files:
-            if file.name == "report.md":
-                self._add_text("report", file.read_text(encoding="utf-8"))
+        reports = [file for file in files if file.name == "report.md"]
+        for file in reports:
+            self._add_text("report", file.read_text(encoding="utf-8"))
         self.close()
+        return len(reports)
 
     def close(self) -> None:
         """Write what is buffered."""

@@ -189,7 +189,8 @@ class Experience(LossBatch):
         weights = None
         if not self.old.is_exact:
             weights = importance_weights(logprobs, batch.sampled_logprobs, batch.lengths, self.loss.objective)
-        columns = self.loss.prepare(logprobs, batch.advantages)
+        sampled = (batch.sampled_logprobs,) if self.loss.needs_sampler else ()
+        columns = self.loss.prepare(logprobs, batch.advantages, *sampled)
         return replace(batch, old_logprobs=logprobs, importance_weights=weights, columns=columns)
 
     def gather(self, ranks: Ranks, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -282,6 +283,14 @@ def prepare_updates(
             experience = replace(experience, left_out=left_out)
         experiences.append(experience)
     return experiences
+
+
+@torch.no_grad()
+def adapted(policy: Policy, experience: Experience, temperature: float) -> Experience:
+    """Return the experience with the columns that the method chooses from the ratios before the update."""
+    (logprobs,) = _forward(policy, experience, temperature, with_entropy=False)
+    columns = experience.loss.adapt(experience, logprobs)
+    return replace(experience, columns={**experience.columns, **columns})
 
 
 def active_groups(advantages_PG: torch.Tensor) -> torch.Tensor:

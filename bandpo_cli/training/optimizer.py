@@ -18,6 +18,10 @@ FUSED_DEVICES = ("cpu", "cuda")
 """Device types for which torch's AdamW has a fused kernel."""
 
 
+UNCLIPPED = 0.999
+"""Share of `optim.max_grad_norm` up to which torch would multiply the gradient by exactly 1."""
+
+
 class NonFiniteError(RunError):
     """A loss, gradient, log-prob or weight is NaN or infinite; raised before the weights change."""
 
@@ -152,7 +156,10 @@ class Optimizer:
             check: called with the norm before the weights change, returns its value, and may raise NonFiniteError.
         """
         limit = math.inf if self._config.max_grad_norm is None else self._config.max_grad_norm
-        norm = check(full_tensor(nn.utils.clip_grad_norm_(self._parameters, limit)))
+        total = nn.utils.get_total_norm([item.grad for item in self._parameters if item.grad is not None])
+        norm = check(full_tensor(total))
+        if norm > UNCLIPPED * limit:
+            nn.utils.clip_grads_with_norm_(self._parameters, limit, total)
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()

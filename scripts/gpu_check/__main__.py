@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from scripts.gpu_check.engines import check_decode, check_early_grades, check_vllm
-from scripts.gpu_check.kernels import check_attention, check_logprobs, check_operator
+from scripts.gpu_check.kernels import check_attention, check_head, check_logprobs, check_operator
 from scripts.gpu_check.race import check_race, check_trl
 from scripts.gpu_check.ranks import check_ranks
 from scripts.gpu_check.results import Line, Measured, Skipped, passed, table, write_json
@@ -48,6 +48,8 @@ CHECKS: dict[str, Check] = {
     "operator": check_operator,
     "logprobs-0.5b": partial(check_logprobs, shape="0.5b"),
     "logprobs-1.5b": partial(check_logprobs, shape="1.5b"),
+    "head-0.5b": partial(check_head, shape="0.5b"),
+    "head-1.5b": partial(check_head, shape="1.5b"),
     "attention": check_attention,
     "first-shapes": check_first_shapes,
     "step-0.5b": partial(check_step, shape="0.5b"),

@@ -25,6 +25,8 @@ MAX_TILED_TIME = 2.0
 MAX_TILED_MEMORY = 0.5
 """Largest additional peak memory of tiled log-probs over that of full ones, on a GPU."""
 
+HEAD_MIB = (16, 32, 64, 128, 256, 512)
+"""Sizes of tiles that `check_head` compares; an H100's L2 cache has 50 MB."""
 SMALL_CARD_BYTES = 40 * 2**30
 """On a smaller card a quarter of the tokens is computed: full log-probs of all take 20 GiB."""
 
@@ -104,6 +106,68 @@ def check_logprobs(work: Work, shape: str) -> Measured:
         measured.values["tiled_over_full_memory"] = ratio
         measured.at_most("tiled_over_full_memory", MAX_TILED_MEMORY)
     return measured
+
+
+def check_head(work: Work, shape: str) -> Measured:
+    """Time log-probs of the output layer, forward and backward: sizes of tiles, and other kernels where installed.
+
+    The time of the best size is the reason for a value of `model.head`. The last values are the largest differences
+    from log-probs in float32, which are 0 for an exact kernel but for rounding.
+    """
+    from bandpo_cli.models.logprobs import TILE_BYTES, linear_logprobs
+
+    model, tokens = work.shapes[shape], work.size.logprob_tokens
+    if work.on_gpu and torch.cuda.get_device_properties(work.device).total_memory < SMALL_CARD_BYTES:
+        tokens //= 4
+    inputs = _inputs(tokens, model["vocab_size"], model["hidden_size"], work.device)
+    expected = _exact(inputs).detach()
+    own = TILE_BYTES[torch.device(work.device).type] >> 20
+    kernels: dict[str, Callable[[Inputs], torch.Tensor]] = {}
+    for size in sorted({*((1, 2) if work.tiny else HEAD_MIB), own}):
+        kernels[f"tiles_{size}_mib"] = lambda values, size=size: (
+            linear_logprobs(*values[:2], None, values[2], tile_bytes=size << 20).logprobs
+        )
+    kernels |= {"liger": _liger, "trl": _trl}
+    measured, times = Measured({"tokens": tokens, "auto_mib": own}), {}
+    for name, function in kernels.items():
+        try:
+            found = _run(function, inputs)[0]
+        except (
+            ImportError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:  # not installed, or not for this device
+            if name.startswith("tiles"):
+                raise
+            measured.values[f"{name}_left_out"] = f"{type(error).__name__}: {error}"[:80]
+            continue
+        seconds = seconds_of(lambda f=function: _run(f, inputs), work.device, 3)
+        times[name] = measured.values[f"{name}_us_per_token"] = 1e6 * seconds / tokens
+        measured.values[f"{name}_gap_nats"] = (found - expected).abs().max().item()
+        if name.startswith("tiles"):
+            measured.at_most(f"{name}_gap_nats", MAX_LOGPROB_DIFFERENCE)
+    measured.values["fastest"] = min(times, key=times.__getitem__)
+    return measured
+
+
+def _liger(inputs: Inputs) -> torch.Tensor:
+    """Return the log-probs of Liger, whose kernel for Hopper needs `liger-kernel[cutedsl]`; elsewhere logits round."""
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    hidden, weight, targets, _ = inputs
+    nll: torch.Tensor = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, targets)
+    return -nll
+
+
+def _trl(inputs: Inputs) -> torch.Tensor:
+    """Return the log-probs of TRL's kernel."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    hidden, weight, targets, _ = inputs
+    options = (1.0, 32_768, None, 1.0, ("log_probs",))
+    logprobs: torch.Tensor = ChunkedLogProbFunction.apply(hidden, weight, None, targets, *options)[0]
+    return logprobs
 
 
 def _inputs(tokens: int, vocabulary: int, width: int, device: str) -> Inputs:

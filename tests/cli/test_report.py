@@ -60,6 +60,10 @@ def test_the_report_of_single_runs_is_written_to_the_current_folder(report, tmp_
     assert code == 0
     assert "Against clip, final held-out accuracy is undecided for kl 0.05" in out
     assert (tmp_path / "report" / "report.html").is_file()
+    assert report("runs/a0", "runs/a1", "runs/b0", "runs/b1")[0] == 0
+    usage_error(
+        "report", "runs/a0", "b0", cwd=tmp_path, parts=["report has a report of other runs", "--out DIR"]
+    )
     code, out, _ = report("runs", "--by", "bounds.method, optim.lr", "--out", "x")
     assert code == 0
     assert "band lr=5e-5" in out

@@ -310,12 +310,19 @@ def _printed(ups: int, downs: int, ties: int) -> str:
     """Return the printed comparison of two evaluations with that many problems up, down and equal."""
     changes = [0.25] * ups + [-0.5] * downs + [0.0] * ties
     a, b = (
-        {"sets": {"s": {"by_problem": {str(i): {"mean_at_4": value} for i, value in enumerate(values)}}}}
+        {
+            "sets": {
+                "s": {
+                    "by_problem": {f"id{i}": {"mean_at_4": value} for i, value in enumerate(values)},
+                    "questions": {f"id{i}": f"What is {i}+{i}?" for i in range(len(values))},
+                }
+            }
+        }
         for values in ([0.5] * len(changes), [0.5 + change for change in changes])
     )
     out = io.StringIO()
     result = ComparisonResult(Path("a"), Path("b"), {}, compare_records(a, b))
-    print_comparison(Console(file=out, width=200), result, 0)
+    print_comparison(Console(file=out, width=200), result, 1)
     return out.getvalue()
 
 
@@ -333,6 +340,10 @@ def test_a_comparison_counts_problems_and_tests_signs(counts, line):
     text = _printed(*counts)
     assert f"higher in B on {up} problems, lower on {down}, the same on {same}" in text
     assert "sign test" not in text if line is None else f"exact sign test, {line}" in text
+    assert ("→" in text) == bool(up + down)
+    if up or down:
+        place = up if down else 0  # the largest change comes first
+        assert f"  What is {place}+{place}?  (id{place})\n" in text
 
 
 def test_answers_without_a_verdict_are_counted_with_the_accuracy_they_could_add():
@@ -389,3 +400,31 @@ def test_the_histogram_of_problems(fewest, most, shares, title, lines):
         if lines is None
         else {line.split()[0]: line.split()[-1] for line in others} == lines
     )
+
+
+def test_steps_and_evaluations_in_an_outage_of_the_judge_have_no_accuracy(tmp_path):
+    """Without a verdict there is none; answers that the judge alone did not grade have one."""
+    outage, partial = (
+        {"grade/error_fraction": 0.75, "grade/timeout_fraction": 0.25},
+        {"train/ungraded_fraction": 1},
+    )
+    records: list[dict[str, float]] = [
+        {
+            "step": 1,
+            "time/step": 1.0,
+            "train/accuracy": 0.3125,
+            "train/entropy": 1.0,
+            "eval/a/mean_at_4": 0.25,
+        },
+        {"step": 2, "time/step": 1.0, "train/accuracy": 0.25, "train/entropy": 1.1, **partial},
+        {"step": 3, "time/step": 1.0, "train/accuracy": 0.0, "train/entropy": 1.2, **outage},
+    ]
+    records[2] |= {"eval/a/mean_at_4": 0.0, "eval/a/grader_error_rate": 1.0, "train/truncated_fraction": 0.0}
+    out = io.StringIO()
+    print_summary(Console(file=out, width=100), RunConfig(), RunResult(tmp_path, "FINISHED", records))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    for line in (
+        "training accuracy 0.312 → 0.250", "not graded the answers of 1 of 3 steps, which have no accuracy",
+        "step 3 mean@4 not graded", "entropy 1.000 → 1.200 nats per token",
+    ):  # fmt: skip
+        assert line in lines

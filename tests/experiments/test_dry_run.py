@@ -156,3 +156,20 @@ def test_a_dry_run_judges_odd_models_as_training_does(tmp_path):
         words = (*flags.split(), "--model", str(model), "--set", "sampling.max_prompt_tokens=400")
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
         assert outcome(tmp_path, *words, "--dry-run") == outcome(tmp_path, *words), model
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_is_checked_without_its_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr("bandpo_cli.sampling.rollouts.load_policy", None)
+    flags = (
+        "--max-tokens",
+        "400",
+        "--set",
+        "sampling.prompts=10000",
+        "--set",
+        "sampling.max_sequences=160000",
+    )
+    done = succeed("train", *flags, "--dry-run", cwd=tmp_path)
+    why = "the run does not fit into the memory of this machine"
+    assert f"not checked: the weights ({why}), the results" in done.out
+    assert "prompt  of problem countdown/" in done.out

@@ -12,12 +12,11 @@ from bandpo_cli.models.logprobs import linear_logprobs
 N, H, V = 13, 12, 29
 
 
-@pytest.fixture(params=[None, (4 * 40, 7), (4 * 3, 1)], ids=["one-tile", "tiles", "threes"])
+@pytest.fixture(params=[None, 4 * 40, 4 * 3], ids=["one-tile", "tiles", "threes"])
 def _tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set tile sizes of which neither the number of tokens nor the vocabulary is a multiple."""
+    """Set tile sizes of which neither the number of tokens nor the vocabulary is a multiple: 4 × 10 and 1 × 3."""
     if request.param:
-        monkeypatch.setitem(module.TILE_BYTES, "cpu", request.param[0])
-        monkeypatch.setitem(module.TILE_ROWS, "cpu", request.param[1])
+        monkeypatch.setitem(module.TILE_BYTES, "cpu", request.param)
 
 
 def inputs(bias: bool, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -137,8 +136,7 @@ def test_no_pass_holds_all_logits_or_a_float32_copy_of_the_output_layer(
 ) -> None:
     """The proportions of a 7B model on a GPU, all dimensions by 32: V = 152,064, H = 3,584, tiles of 8,192 rows."""
     vocabulary, width, tile = 4752, 112, 2**18
-    monkeypatch.setitem(module.TILE_BYTES, "cpu", tile)
-    monkeypatch.setitem(module.TILE_ROWS, "cpu", 256)
+    monkeypatch.setitem(module.TILE_BYTES, "cpu", tile)  # 256 rows at most
     generator = torch.Generator().manual_seed(0)
     weight = (0.3 * torch.randn(vocabulary, width, generator=generator)).bfloat16().requires_grad_()
     hidden = torch.randn(tokens, width, generator=generator).bfloat16().requires_grad_()

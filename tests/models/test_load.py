@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM, Qwen3Next
 
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
+from bandpo_cli.models import logprobs
 from bandpo_cli.models.load import check_packed_forward, embedded_model_path, load_policy, load_reference
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
@@ -42,6 +43,27 @@ def test_gradient_checkpointing_is_off_without_a_gpu_and_enabled_silently(
         warnings.simplefilter("error")
         policy = load_policy(ModelConfig(device="cpu", gradient_checkpointing=setting))
     assert {layer.gradient_checkpointing for layer in checkpointed_layers(policy.model)} == {enabled}
+
+
+def test_the_tiles_of_the_output_layer_have_the_size_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int | None] = []
+
+    class Recorder(logprobs._Tiles):
+        def __init__(self, *arguments: Any) -> None:
+            sizes.append(arguments[-1])
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(logprobs, "_Tiles", Recorder)
+    batch = collate(ROWS, torch.device("cpu"))
+    for setting, size in (("auto", None), (3, 3 * 2**20)):
+        config = ModelConfig.model_validate({"head": setting, "device": "cpu"})
+        policy = load_policy(config)
+        for model in (policy.model, load_reference(policy, config).model):
+            values = token_logprobs(model, batch).logprobs
+        token_logprobs(policy.model, batch).logprobs.sum().backward()
+        assert {*sizes} == {size}
+        sizes.clear()
+    assert values.isfinite().all()
 
 
 def test_the_reference_does_not_change_with_the_policy() -> None:

@@ -152,6 +152,14 @@ def test_settings_without_effect_are_refused(objective, message):
         resolve([{"objective": objective}])
 
 
+@pytest.mark.parametrize(
+    ("method", "objective"), [("wapo", {"off_policy_mask": 0.5}), ("m2po", {"old_logprobs": "sampler"})]
+)
+def test_a_method_refuses_a_setting_that_cannot_act_on_it(method, objective):
+    with pytest.raises(ConfigError, match=f"no effect with.*{method}|{method}.*no effect with"):
+        resolve([{"bounds": {"method": method}, "objective": objective}])
+
+
 def test_an_entropy_bonus_has_no_importance_weights():
     old, entropy = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([0.2, 1.5, 0.7])
     weights, bounds = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from bandpo_cli.bounds.intervals import clip_state
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.loss import LossBatch, PolicyLoss, policy_loss
+from bandpo_cli.methods.weights_and_gates import BapoSettings, M2poSettings
 from bandpo_cli.objective.policy_objective import LossOutputs, k3, policy_objective
 
 
@@ -181,6 +182,18 @@ def topr(token: Token) -> float:
     return min(math.exp(sum(item.new - item.old for item in token.completion)), 1.0)
 
 
+def dgpo(token: Token) -> float:
+    if token.advantage > 0:
+        return math.sqrt(token.ratio * 1.2) if token.ratio > 1.2 else token.ratio
+    return token.ratio**2 / 0.8 if token.ratio < 0.8 else token.ratio
+
+
+def vaco(token: Token) -> float:
+    distance = sum(abs(item.ratio - 1) for item in token.completion) / len(token.completion)
+    away = token.ratio > 1 if token.advantage > 0 else token.ratio < 1
+    return 0.0 if distance > 0.05 and away else token.ratio
+
+
 BY_HAND: dict[str, Callable[[Token], float]] = {
     "none": lambda token: token.ratio,
     "clip": clip,
@@ -191,6 +204,11 @@ BY_HAND: dict[str, Callable[[Token], float]] = {
     "ripo": ripo,
     "atr": lambda token: clip(token, *(-lambertw(-math.exp(-1.05), branch).real for branch in (0, -1))),
     "ctpo": ctpo,
+    "dgpo": dgpo,
+    "vaco": vaco,
+    "bapo": lambda token: clip(token, 0.6, 1.2),  # the interval at the start
+    "m2po": lambda token: token.ratio,  # without the sampler's log-probs
+    "wapo": lambda token: token.ratio if token.advantage > 0 and token.ratio <= 10 else 0.0,
     "gspo": gspo,
     "luspo": lambda token: len(token.completion) * gspo(token, 2e-3, 2.5e-3),
     "gapo": lambda token: gspo(token, 3e-3, 3e-3 + 2e-3 * token.wrong_peers),
@@ -243,6 +261,44 @@ def test_kl_cov_penalizes_the_tokens_of_highest_covariance(share):
     penalties = [0.7 * math.copysign(1, token.new - token.old) / token.advantage for token in tokens]
     expected = [t.ratio - penalty * (t in chosen) for t, penalty in zip(tokens, penalties, strict=True)]
     assert found.gradient_weights.tolist() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "kept"), [(0.04, [2, 3, 5]), (0.2, [0, 2, 3, 5]), (1e-9, [5]), (9, range(6))]
+)
+def test_m2po_keeps_the_tokens_whose_mean_squared_log_ratio_to_the_sampler_is_below(threshold, kept):
+    """The squares are 0.64, 4, 0.09, 0.01, 1, 0: the means without the largest are 0.96, 0.348, 0.185, 0.033, ..."""
+    gaps = torch.tensor([0.8, -2.0, 0.3, -0.1, 1.0, 1e-3], dtype=torch.float64)
+    settings = M2poSettings(threshold=threshold)
+    sampler = torch.full_like(gaps, -3.0)
+    columns = settings.prepare(sampler + gaps, torch.ones_like(gaps), sampler)
+    assert columns["kept"].nonzero().flatten().tolist() == [*kept]
+
+
+@pytest.mark.parametrize(
+    ("share", "interval"),
+    # With a = 1, −1 and r = 1.9, 0.5 the gain is min(1.9, high) and the loss max(0.5, low), which also rises.
+    [(0.6, (0.6, 1.2)), (0.66, (0.6, 1.2)), (0.67, (0.8, 1.65)), (0.7, (0.8, 1.9)), (0.9, (0.8, 2.0))],
+)
+def test_bapo_raises_the_lower_bound_and_then_the_upper_bound(share, interval):
+    old = torch.full((3,), -4.0, dtype=torch.float64)
+    new = old + torch.tensor([1.9, 0.5, 100.0], dtype=torch.float64).log()
+    batch = LossBatch(torch.tensor([1, 2]), torch.tensor([1.0, -1.0, 0.0]).double(), old)
+    columns = BapoSettings(share=share).adapt(batch, new)
+    assert (columns["lower"][0].item(), columns["upper"][0].item()) == pytest.approx(interval)
+
+
+def test_vaco_measures_the_distance_to_the_sampler():
+    """Only the first completion has left the sampler, and only its second token moves away, as its ρ is below 1."""
+    loss, new, batch = tensors({"method": "vaco", "delta": 0.33}, completions()[2:4])
+    rho = torch.tensor([1.4, 0.6, 1.2, 1.5, 0.9, 1.1, 1.6], dtype=torch.float64)
+    batch = replace(
+        batch, sampler_logprobs=new - rho.log(), advantages=torch.tensor([-1.0] * 3 + [2.0] * 4).double()
+    )
+    weights = policy_objective(loss, new, batch, torch.ones_like(new)).gradient_weights
+    ratios = batch.ratios(new).tolist()
+    # The means of |ρ − 1| are 0.333 and 0.325.
+    assert weights.tolist() == pytest.approx([ratios[0], 0, *ratios[2:]])
 
 
 @pytest.mark.parametrize(("divergence", "delta"), [("kl", 0.05), ("kl", 0.01), ("tv", 0.15), ("tv", 0.05)])

@@ -16,7 +16,8 @@ Settings = dict[str, Any]
 class Completion:
     """A completion: log-probs in nats, its advantage, and for a correct one the share of wrong peers.
 
-    `kept` has the log ratios of the tokens that the importance correction does not mask.
+    `kept` has the log ratios of the tokens that the importance correction does not mask, `gaps` those to the sampler,
+    and `chosen` whether M2PO keeps each token.
     """
 
     def __init__(
@@ -26,7 +27,11 @@ class Completion:
         advantage: float,
         wrong_peers: float,
         importance: Sequence[float],
+        sampler: Sequence[float],
+        chosen: Sequence[bool],
     ) -> None:
+        self.gaps = [n - s for n, s in zip(new.tolist(), sampler, strict=True)]
+        self.chosen = chosen
         self.new, self.old, self.advantage, self.wrong_peers = new, old, advantage, wrong_peers
         self.importance = importance
         self.log_ratios = [n - o for n, o in zip(new.tolist(), old, strict=True)]
@@ -70,9 +75,50 @@ def ctpo(settings: Settings, completion: Completion) -> list[Tensor]:
     return losses
 
 
+def masked(completion: Completion, keeps: Sequence[bool]) -> list[Tensor]:
+    """Return −r·a for the tokens that are kept, 0 for the others."""
+    tokens = zip(completion.log_ratios, completion.new, keeps, strict=True)
+    return [-completion.advantage * keep * powers(math.exp(x), [logprob])[0] for x, logprob, keep in tokens]
+
+
+def vaco(settings: Settings, completion: Completion) -> list[Tensor]:
+    pairs = zip(completion.gaps, completion.importance, strict=True)
+    shifts = [abs(math.exp(gap) - 1) for gap, weight in pairs if weight > 0]
+    is_far = math.fsum(shifts) / max(1, len(shifts)) > settings["delta"]
+    return masked(completion, [not (is_far and completion.advantage * gap > 0) for gap in completion.gaps])
+
+
+def m2po(settings: Settings, completion: Completion) -> list[Tensor]:
+    return masked(completion, completion.chosen)
+
+
+def wapo(settings: Settings, completion: Completion) -> list[Tensor]:
+    limit, a = 1 + settings["eps_high"], max(completion.advantage, 0.0)
+    pairs = zip(completion.log_ratios, completion.new, strict=True)
+    inside = [(math.exp(x), logprob) for x, logprob in pairs]
+    return [powers(-r * a, [x])[0] if r <= limit else 0 * x - a * limit for r, x in inside]
+
+
+def dgpo(settings: Settings, completion: Completion) -> list[Tensor]:
+    losses, low, high, a = [], 1 - settings["eps_low"], 1 + settings["eps_high"], completion.advantage
+    for x, logprob in zip(completion.log_ratios, completion.new, strict=True):
+        weight = math.exp(x)
+        if a < 0 and weight < low:
+            weight = weight ** (settings["decay_low"] + 1) / low ** settings["decay_low"]
+        elif a > 0 and weight > high:
+            share = 1 / settings["decay_high"]
+            weight = weight ** (1 - share) * high**share
+        losses += powers(-weight * a, [logprob])
+    return losses
+
+
 LOSSES: dict[str, Callable[[Settings, Completion], list[Tensor]]] = {
     "luspo": luspo,
     "gapo": gapo,
     "ctpo": ctpo,
+    "vaco": vaco,
+    "m2po": m2po,
+    "wapo": wapo,
+    "dgpo": dgpo,
 }
 """tests/objective compares the gradients of all methods with weights by hand."""

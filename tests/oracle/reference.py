@@ -62,6 +62,7 @@ class Token:
     ratio: float = math.nan
     weight: float = math.nan  # of the gradient, of methods in `LOSSES`
     is_dropped: bool = False  # by the off-policy mask
+    is_chosen: bool = True  # by M2PO
     has_ratio: bool = True  # the package runs the token through the model in the update
     is_measured: bool = True  # and with the weights of π_old
 
@@ -290,6 +291,8 @@ class ReferenceTrainer:
         counted = [rollout for group in groups for rollout in group if self._has_loss(rollout)]
         total_tokens = sum(len(rollout.token_ids) for rollout in counted)
         first = 0
+        if self._bounds()["method"] == "m2po":
+            self._choose(update.tokens, self._bounds()["threshold"])
         for group, rollout in [(members, rollout) for members in groups for rollout in members]:
             logits = self._logits(self.model, rollout)
             new = self._logprobs(logits, rollout)
@@ -326,6 +329,12 @@ class ReferenceTrainer:
         update.gradient = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in parameters]
         update.grad_norm = math.sqrt(sum(float((g * g).sum()) for g in update.gradient))
 
+    def _choose(self, tokens: Sequence[Token], threshold: float) -> None:
+        """Drop the token with the largest log²(π_old/π_sampler) as long as the mean of the others is not below."""
+        rest = sorted(tokens, key=lambda t: abs(t.own_logprob - t.sampler_logprob))
+        while len(rest) > 1 and mean([(t.own_logprob - t.sampler_logprob) ** 2 for t in rest]) >= threshold:
+            rest.pop().is_chosen = False
+
     def _mark_tokens(self, index: int, groups: Sequence[GivenGroup], update: Update) -> None:
         """Set which tokens have a ratio: not those of zero-variance groups, except the first group if all are such.
 
@@ -333,6 +342,7 @@ class ReferenceTrainer:
         """
         objective = self.settings["objective"]
         needs_all = any(objective[term] > 0 for term in ("reference_kl", "entropy_bonus", "drift_penalty"))
+        needs_all |= self._bounds()["method"] == "m2po"
         uniform = [not any(self._advantages(group)) and not needs_all for group in groups]
         if all(uniform):
             uniform[0] = False
@@ -351,7 +361,8 @@ class ReferenceTrainer:
         if bounds["method"] not in LOSSES:
             return [self._token_loss(token, logprob) for token, logprob in zip(tokens, new, strict=True)]
         old, importance = [t.old_logprob for t in tokens], [t.importance for t in tokens]
-        completion = Completion(new, old, tokens[0].advantage, wrong_peers, importance)
+        sampler, chosen = [t.sampler_logprob for t in tokens], [t.is_chosen for t in tokens]
+        completion = Completion(new, old, tokens[0].advantage, wrong_peers, importance, sampler, chosen)
         losses = LOSSES[bounds["method"]](bounds, completion)
         (gradient,) = torch.autograd.grad(torch.stack(losses).sum(), new, retain_graph=True)
         for token, slope in zip(tokens, gradient.tolist(), strict=True):
@@ -460,6 +471,11 @@ class ReferenceTrainer:
             "clip/upper_fraction": share(at_upper, tokens),
             "clip/lower_fraction": share(at_lower, tokens),
         }
+        if self._bounds()["method"] == "dgpo":
+            low, high = 1 - self._bounds()["eps_low"], 1 + self._bounds()["eps_high"]
+            record["clip/outside_fraction"] = share(
+                [t for t in with_ratio if not low <= t.ratio <= high], with_ratio
+            )
         if has_interval:
             record["clip/outside_fraction"] = share(outside, with_ratio)
         if len(entropies) < len(tokens):

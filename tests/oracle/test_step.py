@@ -91,6 +91,10 @@ def masks_tokens(case: Case) -> bool:
     return clips_both_ways(case) and mixed > 5
 
 
+def leaves_the_interval(case: Case) -> bool:
+    return learns(case) and all(r["clip/outside_fraction"] > 0.05 for r in case.records)
+
+
 def drops_completions(case: Case) -> bool:
     """The off-policy mask drops some completions with a negative advantage, and keeps some."""
     flags = {token.is_dropped for token in tokens_of(case) if token.advantage < 0 and token.importance}
@@ -200,6 +204,14 @@ VARIANTS = [
     Variant("atr", "bounds.method=atr bounds.delta=0.002 optim.lr=0.008", clips_both_ways),
     Variant("ctpo, token-mask", "bounds.method=ctpo objective.importance=token-mask objective.importance_cap=1.3 "
             "sampling.prompts=8 optim.lr=0.008", masks_tokens, exact_sampler=False),
+    Variant("vaco, sequence-mask", "bounds.method=vaco bounds.delta=0.1 objective.importance=sequence-mask "
+            "objective.importance_cap=1.2 sampling.prompts=8 optim.lr=0.008", clips_both_ways, exact_sampler=False),
+    Variant("m2po", "bounds.method=m2po bounds.threshold=0.005 sampling.prompts=8", clips_both_ways,
+            exact_sampler=False),
+    Variant("wapo", "bounds.method=wapo bounds.eps_high=0.05 objective.advantage_std=false sampling.prompts=8 "
+            "objective.aggregation=seq-sum-norm optim.lr=0.008", clips_both_ways),
+    Variant("dgpo", "bounds.method=dgpo bounds.eps_low=0.02 bounds.eps_high=0.02 bounds.decay_low=2 sampling.prompts=8 "
+            "optim.lr=0.008", leaves_the_interval),
     # terms of the loss
     Variant("off-policy mask, drift penalty, unbiased reference penalty", f"{CLIP} objective.off_policy_mask=0.02 "
             "objective.drift_penalty=0.5 objective.reference_kl=0.1 objective.reference_kl_estimator=unbiased "

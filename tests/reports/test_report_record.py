@@ -60,7 +60,7 @@ def test_the_record_has_exact_settings_values_and_environments(report):
 
 def test_the_paragraph_has_the_facts_and_gives_differences_as_ranges(report):
     for text in (
-        "The policy was the model embedded (auto), trained for 4 steps. ",
+        "The policy was the model bundled with bandpo for the task countdown (auto), trained for 4 steps. ",
         "16 completions of at most 8 tokens for each of 64 prompts at temperature 1. ",
         "Policy loss: clip (eps_low 0.2, eps_high 0.2; arXiv 1707.06347); "
         "band (divergence kl, delta 0.05, max_ratio 10; arXiv 2603.04918). ",

@@ -17,7 +17,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.plan import plan_training
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder, drop_long_prompts
-from bandpo_cli.sampling.rollouts import prompts_without_weights
+from bandpo_cli.sampling.rollouts import encode_prompts
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.build import build_components
 from bandpo_cli.types import Message, Problem
@@ -255,7 +255,7 @@ def test_prompts_are_checked_without_the_weights_as_with_them(
         {"sampling": {"engine": "transformers", **limit}},
     ])  # fmt: skip
     task = build_task(config.task)
-    for check in (lambda: prompts_without_weights(config, task), lambda: build_components(config, task)):
+    for check in (lambda: encode_prompts(config, task), lambda: build_components(config, task)):
         if message is None:
             check()
             continue

@@ -84,7 +84,7 @@ def test_sampled_tokens_follow_the_distribution(temperature: float) -> None:
     logits = torch.tensor([1.0, -2.0, 0.3, 0.0, 2.0, -30.0, 1.5, 0.7, -0.5])
     n = 40_000
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    tokens, logprobs = sample_tokens(logits.expand(n, -1), uniforms, temperature)
+    tokens, logprobs, _ = sample_tokens(logits.expand(n, -1), uniforms, temperature)
     probabilities = torch.softmax(logits.double() / temperature, 0)
     counts = torch.bincount(tokens, minlength=9)
     assert counts[5] == 0
@@ -98,7 +98,7 @@ def test_extreme_random_numbers_select_valid_tokens() -> None:
     """0 must not select a token of probability 0, and the number just below 1 must not exceed the last token."""
     logits = torch.tensor([[-1e9, 0.0, 0.0, -1e9]])
     for uniform, token in [(0.0, 1), (1.0 - 2**-53, 2)]:
-        sampled, _ = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), 1.0)
+        sampled, _, _ = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), 1.0)
         assert sampled.item() == token
 
 

@@ -247,6 +247,7 @@ def test_checks_run_with_small_shapes_on_a_cpu(tmp_path, monkeypatch):
     """The checks that start no process of ranks or engines, and the checks that do not apply to a CPU."""
     names = [
         "operator",
+        "head-0.5b",
         "attention",
         "first-shapes",
         "step-0.5b",
@@ -263,6 +264,7 @@ def test_checks_run_with_small_shapes_on_a_cpu(tmp_path, monkeypatch):
     assert {line["status"] for line in lines.values()} == {"ok"}
     times = {"time/sample", "time/logprobs", "time/update", "perf/trained_tokens_per_s"}
     assert times <= lines["step-0.5b"]["values"].keys()
+    assert lines["head-0.5b"]["values"]["fastest"] in ("tiles_1_mib", "tiles_2_mib", "tiles_32_mib")
     assert {"new_over_known", "new_over_known_with_cudnn"} <= lines["first-shapes"]["values"].keys()
     assert lines["prime-rl-4b-lora"]["values"]["prime_rl_tokens_per_s"] == 6229
     assert lines["resume"]["values"]["next_state_equal"] is True
