@@ -83,8 +83,7 @@ def print_dry_run(console: Console, plan: Plan) -> None:
         dummy = f"the dummy completion {trial.completion!r:.80}"
         dummy += f" for the reference {problem.answer!r:.80}" if problem.answer else ""
         reward = f"reward {grade.reward:g}" if grade.has_reward else "without a reward (None or NaN)"
-        line = f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}"
-        print_line(console, line, "grader")
+        print_line(console, f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}", "grader")
         print_warnings(console, trial.warnings)
     with ExitStack() as stack:
         view = stack.enter_context(closing(ExperimentView(console)))

@@ -107,19 +107,15 @@ def first_messages(
         replies = pool.wait(pool.submit(requests, [problem.id for problem in problems], batches))
         if pool.failure is not None:
             raise ConfigError(f"task.environment = '{environment}': {pool.failure.error}")
-    prompted = []
+    prompted, error = [], f"task.environment = '{environment}': reset returned"
     for problem, reply in zip(problems, replies, strict=True):
         if not reply["messages"]:
-            raise ConfigError(
-                f"task.environment = '{environment}': reset returned no messages for problem {problem.id}"
-            )
+            raise ConfigError(f"{error} no messages for problem {problem.id}")
         prompt = tuple(Message(item["role"], item["content"]) for item in reply["messages"])
         if isinstance(first := problem.prompt[0], Message) and first.role == "system":
             if prompt[0].role == "system":
-                raise ConfigError(
-                    f"task.environment = '{environment}': reset returned a system message for problem {problem.id}, "
-                    "which has one (task.system, or its chat messages); leave out one of them"
-                )
+                one = f"a system message for problem {problem.id}, which has one (task.system, or its chat messages)"
+                raise ConfigError(f"{error} {one}; leave out one of them")
             prompt = (first, *prompt)
         prompted.append(replace(problem, prompt=prompt, grader=grader, extra=as_problem(problem)))
     return prompted

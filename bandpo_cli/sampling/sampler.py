@@ -159,8 +159,8 @@ class Sampler(ABC):
 class EngineModel:
     """The data of the model for an engine with weights of its own, which can be sent to another process.
 
-    `architectures` of the config names the model's class; the dtype is that of forward passes. Only stop strings need
-    the tokenizer.
+    The config names the model's class in `architectures`; the dtype is that of forward passes. Stop strings need the
+    tokenizer.
     """
 
     config: PreTrainedConfig

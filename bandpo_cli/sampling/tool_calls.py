@@ -36,10 +36,7 @@ class StopStrings:
         self._may_end: dict[int, bool] = {}
 
     def end(self, token_ids: Sequence[int], checked: int = 0) -> int | None:
-        """Return the number of tokens up to the one that completes a string; None without one.
-
-        The first `checked` tokens have none.
-        """
+        """Return the number of tokens up to the first that completes a string, or None; the first `checked` do not."""
         for count in range(checked + 1, len(token_ids) + 1):
             token = token_ids[count - 1]
             if token not in self._may_end:

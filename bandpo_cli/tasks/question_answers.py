@@ -156,13 +156,13 @@ class QuestionAnswerTask(Task):
 
     def _with_prompts(self, questions: Iterable[Problem]) -> list[Problem]:
         """Return the questions in the template of the config."""
-        template, system, of_question = self._config.template, self._config.system, list[Problem]()
-        for question in questions:
-            # The default template asks for a final answer, which nothing grades here.
-            own = "plain" if not question.answer and template == _DEFAULT_TEMPLATE else template
-            prompt = build_prompt(question.prompt, own, system)
-            of_question.append(replace(question, prompt=prompt, question=bare_question(question.label)))
-        return of_question
+        template, system = self._config.template, self._config.system
+        # The default template asks for a final answer, which nothing compares where there is no reference.
+        unanswered = "plain" if template == _DEFAULT_TEMPLATE else template
+        prompts = (
+            (q, build_prompt(q.prompt, template if q.answer else unanswered, system)) for q in questions
+        )
+        return [replace(q, prompt=prompt, question=bare_question(q.label)) for q, prompt in prompts]
 
 
 def hub_ids(config: DataTask) -> list[str]:
@@ -196,10 +196,8 @@ def load_questions(
         sources = [*(getattr(config, part) or ())]
         index = sources.index(source) if source in sources else 0
         mapping = " ".join(f"--set task.{part}.{index}.fields.{name}=FIELD" for name in missing)
-        why, other = "", ""
-        if "answer" in missing:
-            why = f", which the grader '{comparing[0]}' compares with"
-            other = ", or a reward that needs no answer: --grader module:function"
+        why = f", which the grader '{comparing[0]}' compares with" if "answer" in missing else ""
+        other = ", or a reward that needs no answer: --grader module:function" if why else ""
         raise ConfigError(
             f"'{place}': no field found for the {' and the '.join(missing)}{why}; its fields: {columns}; "
             f"add {mapping}{other}"

@@ -187,6 +187,7 @@ def test_what_a_step_returns_is_checked() -> None:
         assert len({worker.pid for worker in pool._workers}) == 1
 
 
+@pytest.mark.slow
 def test_the_system_message_of_a_problem_stays_before_the_first_messages() -> None:
     user, system = Message("user", "q?"), Message("system", "Be brief.")
     plain, framed = (Problem("p", prompt, "1", "data", "math") for prompt in ((user,), (system, user)))
