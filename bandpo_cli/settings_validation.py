@@ -208,8 +208,7 @@ def trainer_keys(part: str) -> dict[str, Any]:
     import yaml
 
     folder = Path(__file__).parent / "exports"
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    rows: dict[str, Any] = yaml.load((folder / "from_trainers.yaml").read_text("utf-8"), loader)[part]
+    rows: dict[str, Any] = yaml.safe_load((folder / "from_trainers.yaml").read_text("utf-8"))[part]
     rows |= {name: {} for name in str(rows.pop("no_effect", "")).split()}
     if part == "verl":
         *_, rules = yaml.safe_load_all((folder / "verl_settings.yaml").read_text("utf-8"))
