@@ -25,7 +25,7 @@ def test_a_folder_is_written_and_described(place):
     code, out, err = export("verl", *SMALL, "--out", "job", "--nodes", "2", "--gpus-per-node", "4")
     assert (code, err) == (0, "")
     assert "GPUs: 8, vLLM engines: 8" in out
-    assert "run  bash job/run.sh" in out
+    assert "run  cd job && sbatch cluster.sh" in out
     names = {"README.md", "config.yaml", "heldout.parquet", "model", "reward.py", "run.sh", "train.parquet"}
     assert {path.name for path in (place / "job").iterdir()} == names
     assert [path.name for path in place.iterdir()] == ["job"]
