@@ -134,8 +134,9 @@ class GradingConfig(Section):
 
 
 def _check_grader(name: str) -> str:
-    rewards = trainer_keys("rewards")
-    require(name not in rewards, f"a reward of TRL; take {rewards.get(name)}")
+    if name.endswith(("_reward", "_punishment")):  # the table is read for such names only
+        rewards = trainer_keys("rewards")
+        require(name not in rewards, f"a reward of TRL; take {rewards.get(name)}")
     return GRADERS.check_name(name)
 
 

@@ -52,18 +52,12 @@ class Translation:
                 self._convert(key, row)
         {"trl": _trl, "verl": _verl}[trainer](self)
         sections = tuple(f"{name}." for name in self.rows)
-        if unknown := [
-            k for k, value in given.items() if value not in UNSET and not f"{k}.".startswith(sections)
-        ]:
-            self.missing.append(
-                f"keys that the table of {self.title} here does not have: {', '.join(unknown):.600}"
-            )
+        unknown = [k for k, v in given.items() if v not in UNSET and not f"{k}.".startswith(sections)]
+        if unknown:
+            self.missing.append(f"keys not in the table of {self.title} here: {', '.join(unknown):.600}")
         # Defaults of the other trainer that are the defaults here, too, are left out.
-        tags: dict[str, Any] = {
-            key: self.settings[key][0]
-            for key in ("task.name", "model.path", "bounds.method")
-            if key in self.settings
-        }
+        names = ("task.name", "model.path", "bounds.method")
+        tags: dict[str, Any] = {key: self.settings[key][0] for key in names if key in self.settings}
         own = flatten(resolve([nest(tags)]).model_dump(mode="json"), keep_empty=True)
         for key in self._defaults - tags.keys():
             if key in own and own[key] == self.settings[key][0]:
@@ -71,11 +65,8 @@ class Translation:
 
     def __getitem__(self, key: str) -> Any:
         """Return a value, the keys of a section, or the default of the other trainer."""
-        below = {
-            name.removeprefix(f"{key}."): self.given[name]
-            for name in self.given
-            if name.startswith(f"{key}.")
-        }
+        start = f"{key}."
+        below = {k.removeprefix(start): v for k, v in self.given.items() if k.startswith(start)}
         return self.given.get(key, below or self.rows.get(key, {}).get("default"))
 
     def has(self, key: str) -> bool:
@@ -98,9 +89,7 @@ class Translation:
     def put_loss(self, kind: str, kind_key: str, prefix: str = "") -> None:
         """Set the method, its settings and the aggregation by the table of losses."""
         if kind not in self._losses:
-            raise ConfigError(
-                f"{kind_key} = {kind!r}: no such loss here; the table has {', '.join(self._losses)}"
-            )
+            raise ConfigError(f"{kind_key} = {kind!r}: no such loss here; known: {', '.join(self._losses)}")
         row = self._losses[kind]
         for setting, value in row["fixed"].items():
             differs = setting == "objective.aggregation" and (self.updates > 1 or kind == "bnpo")
@@ -123,35 +112,28 @@ class Translation:
             share = f"its {updates} updates have {prompts // updates} prompts each"
             self.no_place(passes_key, f"a completion is in one update of its batch; {share}")
         if updates != self.updates:
-            self.no_place(
-                size_key, f"{prompts} prompts are {updates} equal updates of whole groups, not {self.updates}"
-            )
+            self.no_place(size_key, f"{prompts} prompts are {updates} equal updates, not {self.updates}")
         how = f"set steps to (training problems) × {self[epochs_key]:g} / {prompts}"
         if steps is None:
             self.no_place(epochs_key, f"{how}; it is {RunConfig().steps}, the default here")
-        self.put(
-            "steps", steps or RunConfig().steps, *[steps_key] if steps else [], note="" if steps else how
-        )
+        if steps:
+            self.put("steps", steps, steps_key)
+        else:
+            self.put("steps", RunConfig().steps, note=how)
 
     def put_data(
         self, train: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]], key: str
     ) -> None:
         """Set the problems: a known data set by its hub id, else the sources, with their prompts unchanged."""
-        known = [
-            name for name, entry in DATASETS.items() if [entry.hub_id] == [place["path"] for place in train]
-        ]
+        paths = [place["path"] for place in train]
+        known = [name for name, entry in DATASETS.items() if [entry.hub_id] == paths]
         self.put("task.name", known[0] if known else DATA_TASK, key)
-        self.put(
-            "task.template", "plain", note="the prompts of the data as they are; docs/data.md has templates"
-        )
+        self.put("task.template", "plain", note="the prompts of the data as they are")
         for part, places in {} if known else {"train": train, "heldout": heldout}.items():
             if places:
                 self.put(f"task.{part}", places, key)
-        for missing, flag in (
-            (not train, "--task FILE|NAME"),
-            ("model.path" not in self.settings, "--model MODEL"),
-        ):
-            if missing:
+        for there, flag in ((train, "--task FILE|NAME"), ("model.path" in self.settings, "--model MODEL")):
+            if not there:
                 self.missing.append(f"the file has nothing for {flag}: add it to the command")
 
     def put_importance(self, rules: Sequence[Mapping[str, Any]], *keys: str) -> None:
@@ -171,15 +153,8 @@ class Translation:
         if (value := self[key]) is None or ("with" in row and self[row["with"]] in UNSET):
             return
         if not row.keys() & {"to", "values", "convert"}:
-            if (
-                "note" in row
-                and (self.has(key) or "with" in row)
-                and value
-                not in (
-                    *row.get("same", [row.get("default")]),
-                    *UNSET,
-                )
-            ):
+            is_used = "note" in row and (self.has(key) or "with" in row)
+            if is_used and value not in (*row.get("same", [row.get("default")]), *UNSET):
                 self.no_place(key, row["note"])
         elif "values" in row and value not in row["values"]:
             self.no_place(key, row["why"])

@@ -210,7 +210,7 @@ MISTAKES: dict[str, list[str]] = {
     "bounds 0.1 -d kll": ["'kll'", "did you mean 'kl'", "hellinger"],
     "bounds 0.1 --compare clip-hi": ["--compare", "did you mean 'clip-higher'"],
     "bounds 0.1 --compare clip,gspo": ["gspo has no interval", "of a completion", "clip, clip-higher"],
-    "bounds --match dppo --at 0.1": ["--match dppo", "allowed: clip, clip-higher, dcpo, ripo, gmpo"],
+    "bounds --match dppo --at 0.1": ["--match dppo", "allowed: clip, clip-higher, dcpo, ripo, atr, gmpo"],
     "bounds 0.1 --format table,json": ["--format table,json: unknown", "allowed: table, json, csv"],
     "bounds 1.5": ["'1.5'", "0 < p ≤ 1"],
     "bounds nan": ["'nan'", "0 < p ≤ 1"],
