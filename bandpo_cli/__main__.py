@@ -159,12 +159,15 @@ def _known_error(error: Exception) -> UserError | RunError | None:
 def _usage_message(error: typer.TyperException) -> str:
     """Return the message about a wrong command line, with the flag or the setting that an unknown option may mean."""
     from bandpo_cli.config.layers import settings_named
+    from bandpo_cli.methods import METHODS, method_name
     from bandpo_cli.settings_validation import option_for, setting_for
 
     message, context = error.format_message(), getattr(error, "ctx", None)
     option = getattr(error, "option_name", "")
     known = {flag for parameter in context.command.params for flag in parameter.opts} if context else set()
     advice = ""
+    if (name := re.match(r"No such command '([\w-]+)'", message)) and method_name(name[1].lower()) in METHODS:
+        message, advice = name[0], f"bandpo train --method {name[1].lower()}"
     if "--set" in known and option:
         setting = setting_for(option)
         flags = [flag.name for flag in SETTINGS if flag.setting == setting and flag.name in known]

@@ -40,7 +40,8 @@ _loaded: set[str] = set()  # modules that `load_function` has imported
 def is_function_path(text: str) -> bool:
     """Return whether `text` has the form `package.module:function`."""
     module, colon, function = text.partition(":")
-    return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    parts = module.split(".")
+    return bool(colon) and function.isidentifier() and all(map(str.isidentifier, parts)) and parts[-1] != "py"
 
 
 def code_folders() -> list[str]:

@@ -11,6 +11,7 @@ the table of methods.
 import functools
 import importlib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -72,6 +73,8 @@ class Registry(dict[str, E]):
 
     def suggestion(self, name: str) -> str:
         """Return the end of an error message about an unknown name: the nearest name, and all that are accepted."""
+        if is_function_path(path := re.sub(r".*?(\w+)\.py:", r"\1:", name)) and self._or_custom:
+            return f"; write the module without .py and its folder: {path}"
         return f"{nearest(name, self)}; known: {', '.join(self)}{self._or_custom}"
 
     def check_name(self, name: str) -> str:

@@ -1,6 +1,7 @@
 """Validation of settings: base classes of sections, unknown keys ("did you mean"), sections chosen by a tag."""
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -98,6 +99,8 @@ class TaggedSection(Section):
         if not isinstance(key, str) or key not in classes:
             if isinstance(key, str) and cls.kind_of({cls.tag: key.lower()}) in classes:
                 raise key_error(cls.tag, f" = {kind!r}: names are in lower case; type {key.lower()}")
+            if cls.custom and is_function_path(path := re.sub(r".*?(\w+)\.py:", r"\1:", str(key))):
+                raise key_error(cls.tag, f" = {kind!r}: write the module without .py and its folder: {path}")
             raise key_error(cls.tag, f" = {kind!r}: {unknown_choice(kind, classes)}")
         default = "" if cls.tag in values else ", the default"
         check_keys(classes[key], values, f" of '{kind}'{default}", classes, cls.tag)

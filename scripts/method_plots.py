@@ -41,6 +41,7 @@ FAMILIES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("sapo", {"method": "sapo"}),
         ("ce-gppo", {"method": "ce-gppo"}),
         ("dgpo", {"method": "dgpo"}),
+        ("bapo, at its start", {"method": "bapo"}),
         ("aspo", {"method": "aspo"}),
         ("wapo", {"method": "wapo"}),
         ("drpo", {"method": "drpo"}),

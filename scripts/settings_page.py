@@ -71,8 +71,8 @@ def type_text(schema: dict[str, Any], key: str) -> str:
     """Return the type of a field and the values that it accepts, from its JSON schema."""
     if parts := schema.get("anyOf") or schema.get("oneOf"):
         return " or ".join(type_text(part, key) for part in parts)
-    if "enum" in schema:
-        return ", ".join(value if isinstance(value, str) else json.dumps(value) for value in schema["enum"])
+    if values := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
+        return ", ".join(value if isinstance(value, str) else json.dumps(value) for value in values)
     kind = schema.get("type", "section")
     if kind == "array":
         return f"list of {type_text(schema.get('items') or schema['prefixItems'][0], key)}"

@@ -63,7 +63,7 @@ def export_verl(
     """
     from bandpo_cli.config.layers import read_assignments, read_config, resolve
     from bandpo_cli.experiments import export_verl as export_experiment
-    from bandpo_cli.experiments.export_import import settings_for_cluster
+    from bandpo_cli.exports.verl_files import settings_for_cluster
 
     layers = [*map(read_config, config or []), read_assignments(set_ or [])]
     settings, changes = settings_for_cluster(run, layers, runs_dir) if run else (resolve(layers), [])

@@ -350,10 +350,19 @@ def takes_settings(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _names_given(context: typer.Context, parameter: Any) -> list[str]:
+    """Return the names of an option, of `--mlflow/--no-mlflow` those of the value that was given."""
+    off: list[str] = parameter.secondary_opts if context.params.get(parameter.name) is False else []
+    return off or parameter.opts
+
+
 def refuse_with(context: typer.Context, flag: str, why: str, is_refused: Callable[[str], bool]) -> None:
     """Raise UserError if options, or arguments by their name in the help, were given that `flag` makes meaningless."""
     given = [
-        next((name for name in parameter.opts if name.startswith("--")), parameter.metavar or "").strip("[]")
+        next(
+            (name for name in _names_given(context, parameter) if name.startswith("--")),
+            parameter.metavar or "",
+        ).strip("[]")
         for parameter in context.command.params
         if getattr(context.get_parameter_source(parameter.name or ""), "name", None) == "COMMANDLINE"
     ]

@@ -113,18 +113,14 @@ def runs(
         texts = run.name, run.method, run.task, run.state, steps, *numbers, started, run.parent or ""
         for (heading, cells), text in zip(columns.items(), texts, strict=True):
             cells.append(Text(text, _STYLES[text] if heading == "status" else ""))
-    unused = (
-        set() if any(run.nonbinary_rewards for run in runs) else {">held-out\nreward", ">training\nreward"}
-    )
-    unused |= set() if any(run.parent for run in runs) else {"fork of"}
-    columns = {heading: cells for heading, cells in columns.items() if heading not in unused}
+    if not any(run.nonbinary_rewards for run in runs):
+        del columns[">held-out\nreward"], columns[">training\nreward"]
+    if not any(run.parent for run in runs):
+        del columns["fork of"]
     gap = 2 if console.width >= 100 else 1
     for left_out in _LEFT_OUT:
-        widths = [
-            max(map(cell_len, [*key.strip(">").split("\n"), *map(str, cells)]))
-            for key, cells in columns.items()
-        ]
-        if sum(widths) + gap * (len(widths) - 1) <= console.width:
+        texts_of = {key: [*key.strip(">").split("\n"), *map(str, cells)] for key, cells in columns.items()}
+        if sum(max(map(cell_len, texts)) + gap for texts in texts_of.values()) - gap <= console.width:
             break
         columns.pop(left_out, None)
     table = make_table(*columns, gap=gap)

@@ -20,7 +20,15 @@ from pydantic import (
 
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import AUTO_ENGINE, ENGINES, GRADERS
-from bandpo_cli.settings_validation import AsList, NotEmpty, NotNegative, Positive, Section, require
+from bandpo_cli.settings_validation import (
+    AsList,
+    NotEmpty,
+    NotNegative,
+    Positive,
+    Section,
+    require,
+    trainer_keys,
+)
 
 
 class VllmConfig(Section):
@@ -125,7 +133,14 @@ class GradingConfig(Section):
     background in any case. Reward functions that take lists get those of fewer problems at a time."""
 
 
-GraderName = Annotated[str, AfterValidator(GRADERS.check_name)]
+def _check_grader(name: str) -> str:
+    if name.endswith(("_reward", "_punishment")):  # the table is read for such names only
+        rewards = trainer_keys("rewards")
+        require(name not in rewards, f"a reward of TRL; take {rewards.get(name)}")
+    return GRADERS.check_name(name)
+
+
+GraderName = Annotated[str, AfterValidator(_check_grader)]
 
 
 def check_answer_grader(name: str) -> str:

@@ -26,7 +26,6 @@ LEVEL = 0.95
 RESAMPLES = 10_000
 """Bootstrap resamples per interval."""
 _BATCH_VALUES = 4_000_000  # float64 values that a bootstrap holds in memory at a time, beside its input
-_QUESTION_CHARS = 120
 _ROUNDING = 1e-12  # relative; sums of the same numbers in another order differ by less
 
 
@@ -288,7 +287,7 @@ def score(label: str, rows: Iterable[EvalRow], k: Sequence[int]) -> Scores:
     names = list(next(iter(by_problem.values())))
     intervals = mean_intervals([[values[name] for values in by_problem.values()] for name in names])
     verdicts = dict(Counter(row["verdict"] for row in every_row).most_common())
-    questions = {id_: excerpt(rows_G[0]["question"], _QUESTION_CHARS) for id_, rows_G in problems.items()}
+    questions = {id_: excerpt(rows_G[0]["question"] or "", 120) for id_, rows_G in problems.items()}
     return Scores(fewest, most, dict(zip(names, intervals, strict=True)), by_problem, verdicts, questions)
 
 

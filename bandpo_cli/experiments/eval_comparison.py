@@ -216,8 +216,8 @@ def _compare_sets(
 
     # Problems that do not differ do not count.
     p = float(binomtest(wins, len(changed)).pvalue) if changed else None
-    texts = record_b["sets"][label].get("questions", {})
-    questions = {id_: str(texts.get(id_, "")) for id_, *_ in changed}
+    texts = record_b["sets"][label].get("questions")
+    questions = {id_: str(texts.get(id_, "")) if isinstance(texts, Mapping) else "" for id_, *_ in changed}
     return Comparison(*counts, metrics, wins, losses, ties, p, changed, questions)
 
 

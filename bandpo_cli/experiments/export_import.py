@@ -16,18 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.callbacks import Callback, Dispatcher
-from bandpo_cli.config.layers import (
-    Layer,
-    flatten,
-    nest,
-    read_layer,
-    resolve,
-    setting_changes,
-    setting_text,
-    to_yaml,
-)
+from bandpo_cli.config.layers import read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig, TrackingConfig, with_dtype
-from bandpo_cli.custom_code import add_code_folder, code_from
+from bandpo_cli.custom_code import code_from
 from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials, user_code_location
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.preflight import check_graders, choose_run_name, load_task, resolve_model
@@ -85,41 +76,6 @@ class VerlExport:
     heldout: int
 
 
-MACHINE = {
-    "model.dtype": "auto",
-    "model.attention": "auto",
-    "model.device": "auto",
-    "sampling.engine": "auto",
-    "sampling.vllm.memory_fraction": None,
-}
-"""Settings of a run that its machine decided, with their values in a job for another one."""
-
-
-def settings_for_cluster(
-    run: str, layers: Sequence[Layer] = (), runs_dir: Path | str = "runs"
-) -> tuple[RunConfig, list[str]]:
-    """Return the settings of a run for a job on GPUs, and a line for each of `MACHINE` that changed.
-
-    Args:
-        layers: further settings, which win.
-
-    Raises:
-        UserError: there is no such run.
-    """
-    path = RunFolder.open(Path(runs_dir), run).path
-    add_code_folder(path)
-    stored = read_layer(path / "config.yaml")
-    config = resolve([stored, nest(MACHINE), *layers])
-    changes = setting_changes(resolve([stored]), with_dtype(config, on_gpu=True))
-    given = {key for layer in layers for key in flatten(layer)}
-    return config, [
-        f"{key} = {setting_text(old)} of the machine of the run is {setting_text(new)}; "
-        f"--set {key}={setting_text(old)} keeps it"
-        for key, (old, new) in changes.items()
-        if key in MACHINE.keys() - given
-    ]
-
-
 def export_verl(
     config: RunConfig,
     out: Path | str,
@@ -132,7 +88,7 @@ def export_verl(
     """Write a new folder with which verl runs an experiment, or nothing: run.sh, data, reward function, README.md.
 
     Args:
-        changes: lines of `settings_for_cluster`, for README.md.
+        changes: lines of `verl_files.settings_for_cluster`, for README.md.
         allow_differences: export settings that verl computes differently, with verl's own; README.md lists them.
 
     Raises:

@@ -182,7 +182,9 @@ def check_model_and_task(config: RunConfig, setting: str) -> None:
     """Raise ConfigError, with `setting`, for a bundled model on another task, or for another model without a task."""
     path = config.model.path
     if (task := BUNDLED_MODELS.get(path, config.task.name)) != config.task.name:
-        advice = f"give another --model or --task {task}"
+        advice = (
+            f"add --model MODEL, a folder or hub id such as Qwen/Qwen2.5-0.5B-Instruct, or take --task {task}"
+        )
         raise ConfigError(f"{setting}: the bundled model was trained on {task} only; {advice}")
     if path not in BUNDLED_MODELS and "task" not in config.model_fields_set:
         names = ", ".join((*generated_tasks(), *DATASETS))

@@ -20,7 +20,7 @@ from bandpo_cli.config.layers import flatten, nest, parse_yaml, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import yaml_number
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.exports.verl_settings import ACTOR, NEVER, ROLLOUT
+from bandpo_cli.exports.verl_settings import ACTOR, CORRECTION, NEVER, ROLLOUT, VERL_REJECTIONS, VERL_WEIGHTS
 from bandpo_cli.paths import path_exists, read_text, user_path
 from bandpo_cli.registries import DATA_TASK, DATASETS, TRACKERS
 from bandpo_cli.settings_validation import trainer_keys
@@ -52,18 +52,12 @@ class Translation:
                 self._convert(key, row)
         {"trl": _trl, "verl": _verl}[trainer](self)
         sections = tuple(f"{name}." for name in self.rows)
-        if unknown := [
-            k for k, value in given.items() if value not in UNSET and not f"{k}.".startswith(sections)
-        ]:
-            self.missing.append(
-                f"keys that the table of {self.title} here does not have: {', '.join(unknown):.600}"
-            )
+        unknown = [k for k, v in given.items() if v not in UNSET and not f"{k}.".startswith(sections)]
+        if unknown:
+            self.missing.append(f"keys not in the table of {self.title} here: {', '.join(unknown):.600}")
         # Defaults of the other trainer that are the defaults here, too, are left out.
-        tags: dict[str, Any] = {
-            key: self.settings[key][0]
-            for key in ("task.name", "model.path", "bounds.method")
-            if key in self.settings
-        }
+        names = ("task.name", "model.path", "bounds.method")
+        tags: dict[str, Any] = {key: self.settings[key][0] for key in names if key in self.settings}
         own = flatten(resolve([nest(tags)]).model_dump(mode="json"), keep_empty=True)
         for key in self._defaults - tags.keys():
             if key in own and own[key] == self.settings[key][0]:
@@ -71,11 +65,8 @@ class Translation:
 
     def __getitem__(self, key: str) -> Any:
         """Return a value, the keys of a section, or the default of the other trainer."""
-        below = {
-            name.removeprefix(f"{key}."): self.given[name]
-            for name in self.given
-            if name.startswith(f"{key}.")
-        }
+        start = f"{key}."
+        below = {k.removeprefix(start): v for k, v in self.given.items() if k.startswith(start)}
         return self.given.get(key, below or self.rows.get(key, {}).get("default"))
 
     def has(self, key: str) -> bool:
@@ -98,9 +89,7 @@ class Translation:
     def put_loss(self, kind: str, kind_key: str, prefix: str = "") -> None:
         """Set the method, its settings and the aggregation by the table of losses."""
         if kind not in self._losses:
-            raise ConfigError(
-                f"{kind_key} = {kind!r}: no such loss here; the table has {', '.join(self._losses)}"
-            )
+            raise ConfigError(f"{kind_key} = {kind!r}: no such loss here; known: {', '.join(self._losses)}")
         row = self._losses[kind]
         for setting, value in row["fixed"].items():
             differs = setting == "objective.aggregation" and (self.updates > 1 or kind == "bnpo")
@@ -123,36 +112,33 @@ class Translation:
             share = f"its {updates} updates have {prompts // updates} prompts each"
             self.no_place(passes_key, f"a completion is in one update of its batch; {share}")
         if updates != self.updates:
-            self.no_place(
-                size_key, f"{prompts} prompts are {updates} equal updates of whole groups, not {self.updates}"
-            )
+            self.no_place(size_key, f"{prompts} prompts are {updates} equal updates, not {self.updates}")
         how = f"set steps to (training problems) × {self[epochs_key]:g} / {prompts}"
         if steps is None:
             self.no_place(epochs_key, f"{how}; it is {RunConfig().steps}, the default here")
-        self.put(
-            "steps", steps or RunConfig().steps, *[steps_key] if steps else [], note="" if steps else how
-        )
+        if steps:
+            self.put("steps", steps, steps_key)
+        else:
+            self.put("steps", RunConfig().steps, note=how)
 
     def put_data(
         self, train: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]], key: str
     ) -> None:
         """Set the problems: a known data set by its hub id, else the sources, with their prompts unchanged."""
-        known = [
-            name for name, entry in DATASETS.items() if [entry.hub_id] == [place["path"] for place in train]
-        ]
+        paths = [place["path"] for place in train]
+        known = [name for name, entry in DATASETS.items() if [entry.hub_id] == paths]
         self.put("task.name", known[0] if known else DATA_TASK, key)
-        self.put(
-            "task.template", "plain", note="the prompts of the data as they are; docs/data.md has templates"
-        )
+        self.put("task.template", "plain", note="the prompts of the data as they are")
         for part, places in {} if known else {"train": train, "heldout": heldout}.items():
             if places:
                 self.put(f"task.{part}", places, key)
-        for missing, flag in (
-            (not train, "--task FILE|NAME"),
-            ("model.path" not in self.settings, "--model MODEL"),
-        ):
-            if missing:
+        for there, flag in ((train, "--task FILE|NAME"), ("model.path" in self.settings, "--model MODEL")):
+            if not there:
                 self.missing.append(f"the file has nothing for {flag}: add it to the command")
+
+    def put_importance(self, rules: Sequence[Mapping[str, Any]], *keys: str) -> None:
+        """Set the rules of the importance correction; without one there is none."""
+        self.put("objective.importance" if rules else "objective.importance_cap", rules or None, *keys)
 
     def put_rewards(self, graders: Sequence[tuple[str, float]], key: str) -> None:
         """Set the grader, or several of them with their weights."""
@@ -167,15 +153,8 @@ class Translation:
         if (value := self[key]) is None or ("with" in row and self[row["with"]] in UNSET):
             return
         if not row.keys() & {"to", "values", "convert"}:
-            if (
-                "note" in row
-                and (self.has(key) or "with" in row)
-                and value
-                not in (
-                    *row.get("same", [row.get("default")]),
-                    *UNSET,
-                )
-            ):
+            is_used = "note" in row and (self.has(key) or "with" in row)
+            if is_used and value not in (*row.get("same", [row.get("default")]), *UNSET):
                 self.no_place(key, row["note"])
         elif "values" in row and value not in row["values"]:
             self.no_place(key, row["why"])
@@ -237,20 +216,12 @@ def read_trainer_file(path: Path) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if value not in UNSET or value is False}
 
 
-def _read_threshold(value: Any) -> dict[str, Any]:
-    """Return a cap, or an interval such as 0.5_2.0, outside of which tokens are masked."""
-    *floor, cap = map(float, str(value).split("_"))
-    mask = {"objective.importance": "token-mask", "objective.importance_floor": floor[0]} if floor else {}
-    return {**mask, "objective.importance_cap": cap}
-
-
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda value: value,
     "limit": lambda value: value if 0 < value < math.inf else None,
     "frequency": lambda value: max(value, 0),
     "names": lambda value: None if "all-linear" in value else [value] if isinstance(value, str) else value,
     "trackers": lambda value: [name for name in TRACKERS if name in value],
-    "threshold": _read_threshold,
 }  # fmt: skip
 """From a value of another trainer to the value of the setting, or to several settings."""
 
@@ -269,6 +240,14 @@ def _trl(t: Translation) -> None:
         t.put_loss("band", "loss_type")
     elif in_sequences != (kind == "luspo"):
         t.no_place("importance_sampling_level", f"{t.settings['bounds.method'][0]} has its own ratio")
+    if t["use_vllm"]:
+        low, high = (t[f"vllm_importance_sampling_clip_{end}"] for end in ("min", "max"))
+        rules = trainer_keys("trl_importance")[t["vllm_importance_sampling_mode"]]
+        limits = {"reject": {"low": low or 1 / NEVER, "high": high or NEVER}, "truncate": {"high": high}}
+        rules = [{"rule": rule, **limits[rule.partition("-")[2]]} for rule in rules]
+        t.put_importance(
+            rules if t["vllm_importance_sampling_correction"] else [], "vllm_importance_sampling_mode"
+        )
     if t["use_peft"] and t["use_rslora"]:
         t.put("model.lora.alpha", t["lora_alpha"] * math.sqrt(t["lora_r"]), "lora_alpha", "use_rslora")
     t.put("optim.betas", [t["adam_beta1"], t["adam_beta2"]], "adam_beta1", "adam_beta2")
@@ -339,10 +318,8 @@ def _trl_data(t: Translation) -> None:
                 "reward_funcs",
                 note="before sampling.max_tokens; in TRL before 1280",
             )
-        elif function in ("accuracy_reward", "reasoning_accuracy_reward"):
-            graders.append(("math", weight))
         else:
-            graders.append((f"trl:{module or 'trl.rewards'}:{attribute}", weight))
+            graders.append((trainer_keys("rewards").get(function, f"trl:{module}:{attribute}"), weight))
     t.put_rewards(graders, "reward_funcs")
 
 
@@ -367,6 +344,7 @@ def _verl(t: Translation) -> None:
     first = t[key] if t[key] >= 0 else int(t[f"{key}_ratio"] * t.settings["steps"][0])
     updates = t.settings["optim.updates"][0]
     t.put("optim.warmup_steps", first * updates, key, f"{key}_ratio", note=_WARMUP if first else "")
+    _verl_importance(t)
     files = [t[f"data.{part}_files"] or [] for part in ("train", "val")]
     train, heldout = (
         [{"path": path} for path in ([item] if isinstance(item, str) else item)] for item in files
@@ -380,3 +358,23 @@ def _verl(t: Translation) -> None:
         t.missing.append(
             "verl chooses the reward by the column data_source: add --grader NAME, or it is `math`"
         )
+
+
+def _verl_importance(t: Translation) -> None:
+    """Set the rules of `algorithm.rollout_correction`; verl's statistic of a rejection is the inverse ratio."""
+    rules: list[dict[str, Any]] = []
+    rejects, thresholds = (
+        str(t[f"{CORRECTION}.{key}"] or "") for key in ("rollout_rs", "rollout_rs_threshold")
+    )
+    names = {name: rule for rule, name in {**VERL_REJECTIONS, **VERL_WEIGHTS}.items()}
+    for name, threshold in zip(rejects.split(","), thresholds.split(","), strict=True) if rejects else ():
+        *low, high = map(float, threshold.split("_"))
+        rules.append(
+            {"rule": names[name]} | ({"low": 1 / high, "high": 1 / low[0]} if low else {"high": high})
+        )
+    if weight := t[f"{CORRECTION}.rollout_is"]:
+        *low, high = map(float, str(t[f"{CORRECTION}.rollout_is_threshold"]).split("_"))
+        rules += [{"rule": "token-reject", "low": low[0], "high": high}] if low else []
+        rules.append({"rule": names[weight], "high": None if high == NEVER else high})
+    if not t[f"{CORRECTION}.bypass_mode"]:
+        t.put_importance(rules, f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs")

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 from zipfile import ZIP_DEFLATED, ZipFile
 
 from bandpo_cli import __version__
-from bandpo_cli.config.layers import flatten, read_layer, resolve
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.layers import Layer, flatten, nest, read_layer, resolve, setting_changes, setting_text
+from bandpo_cli.config.run import RunConfig, with_dtype
+from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.exports.verl_settings import RULES, InFolder, Overrides, tokens_per_micro_batch
 from bandpo_cli.grading.pool import GraderPool, grade_components
@@ -49,6 +50,43 @@ BAND_MODULE = "bandpo_cli.integrations.verl"
 
 _PLAIN = re.compile(r"[A-Za-z][\w./-]*")
 _RESERVED = {"true", "false", "null", "nan", "inf", "none"}
+
+
+MACHINE = {
+    "model.dtype": "auto",
+    "model.attention": "auto",
+    "model.device": "auto",
+    "sampling.engine": "auto",
+    "sampling.vllm.memory_fraction": None,
+}
+"""Settings of a run that its machine decided, with their values in a job for another one."""
+
+
+def settings_for_cluster(
+    run: str, layers: Sequence[Layer] = (), runs_dir: Path | str = "runs"
+) -> tuple[RunConfig, list[str]]:
+    """Return the settings of a run for a job on GPUs, and a line for each of `MACHINE` that changed.
+
+    Args:
+        layers: further settings, which win.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    from bandpo_cli.storage.run_folder import RunFolder
+
+    path = RunFolder.open(Path(runs_dir), run).path
+    add_code_folder(path)
+    stored = read_layer(path / "config.yaml")
+    config = resolve([stored, nest(MACHINE), *layers])
+    changes = setting_changes(resolve([stored]), with_dtype(config, on_gpu=True))
+    given = {key for layer in layers for key in flatten(layer)}
+    return config, [
+        f"{key} = {setting_text(old)} of the machine of the run is {setting_text(new)}; "
+        f"--set {key}={setting_text(old)} keeps it"
+        for key, (old, new) in changes.items()
+        if key in MACHINE.keys() - given
+    ]
 
 
 def batch_arithmetic(config: RunConfig, gpus: int, problems: int) -> list[str]:

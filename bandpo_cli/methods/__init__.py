@@ -97,6 +97,8 @@ METHODS = Registry("method", [
                 "arXiv 2503.14286", "it truncates the weight of a completion, not the ratio of a token"),
     MethodEntry("vespo", "a smooth weight of the ratio of a completion", f"{_COMPLETIONS}:VespoSettings",
                 "arXiv 2602.10693", "its weight of a completion falls smoothly and has no edge"),
+    MethodEntry("bapo", "an interval per update that balances positive tokens", f"{_WEIGHTS}:BapoSettings",
+                "arXiv 2510.18927", "its interval depends on the ratios of the update"),
     MethodEntry("vaco", "a mask away from the sampler, by the distance of a completion", f"{_COMPLETIONS}:VacoSettings",
                 "arXiv 2603.01365", "it masks by the mean over a completion of the ratios to the sampler"),
     MethodEntry("m2po", "a limit on the second moment of log ratios", f"{_WEIGHTS}:M2poSettings", "arXiv 2510.01161",

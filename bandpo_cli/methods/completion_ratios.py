@@ -21,6 +21,7 @@ from bandpo_cli.methods.loss import (
     sequence_cumsum,
     sequence_index,
     sequence_sum,
+    without_masked,
 )
 from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.settings_validation import Positive, require
@@ -29,12 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bandpo_cli.methods.loss import Bound, LossBatch
-
-
-def without_masked(values: Tensor, batch: LossBatch) -> Tensor:
-    """Return `values` [n], and 0 for tokens with an importance weight of 0."""
-    weights = batch.importance_weights
-    return values if weights is None else values.where(weights != 0, 0.0)
 
 
 def completion_sum(values: Tensor, batch: LossBatch) -> Tensor:

@@ -96,6 +96,7 @@ class PolicyLoss(ABC):
             have a loss and a gradient of 0. Then the update leaves out groups without an advantage, and the first
             update of a step takes π_old from its own forward pass, micro-batch by micro-batch.
         needs_sampler: `prepare` has the sampler's log-probs, [N], as a third argument.
+        adapts: before each update but those whose own pass gives π_old, `adapt` chooses columns from the ratios.
     """
 
     settings: MethodSettings
@@ -104,6 +105,7 @@ class PolicyLoss(ABC):
     interval: tuple[float, float] | None = None
     needs_all_tokens: bool = False
     needs_sampler: bool = False
+    adapts: bool = False
 
     def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
         self.settings, self.objective = settings, objective
@@ -115,6 +117,10 @@ class PolicyLoss(ABC):
         Called with all tokens of an update, and also with those of a micro-batch unless `needs_all_tokens` is set.
         """
         return {}
+
+    def adapt(self, batch: LossBatch, logprobs: Tensor) -> Columns:
+        """Return columns, [N] each, from all tokens of the update and log π before it; called if `adapts` is set."""
+        return self.settings.adapt(batch, logprobs)
 
     @abstractmethod
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
@@ -188,6 +194,7 @@ class MethodLoss(PolicyLoss):
     def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
         super().__init__(settings, objective)
         self.needs_all_tokens, self.needs_sampler = settings.needs_all_tokens, settings.needs_sampler
+        self.adapts = settings.adapts
         self.interval = settings.ends if isinstance(settings, IntervalSettings) else None
 
     def prepare(self, old_logprobs: Tensor, advantages: Tensor, *sampler_logprobs: Tensor) -> Columns:
@@ -231,6 +238,12 @@ def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """Return log(π/π_old) per token, [n], clamped to ±20."""
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def without_masked(values: Tensor, batch: LossBatch) -> Tensor:
+    """Return `values` [n], and 0 for tokens with an importance weight of 0."""
+    weights = batch.importance_weights
+    return values if weights is None else values.where(weights != 0, 0.0)
 
 
 def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class MethodSettings(TaggedSection):
 
     Attributes:
         text: the method with the settings that matter, in one line; `{s.NAME}` is the setting NAME.
-        needs_all_tokens, needs_sampler: as in `PolicyLoss`.
+        needs_all_tokens, needs_sampler, adapts: as in `PolicyLoss`.
         has_negative: completions with a negative advantage have a loss.
     """
 
@@ -53,6 +53,7 @@ class MethodSettings(TaggedSection):
     text: ClassVar[str] = "{s.method}: {s.entry.summary}"
     needs_all_tokens: ClassVar[bool] = False
     needs_sampler: ClassVar[bool] = False
+    adapts: ClassVar[bool] = False
     has_negative: ClassVar[bool] = True
 
     method: str
@@ -116,6 +117,10 @@ class MethodSettings(TaggedSection):
     def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return the values per token that `token_losses` needs; see `PolicyLoss.prepare`."""
         return {}
+
+    def adapt(self, batch: LossBatch, logprobs: Tensor) -> Columns:
+        """Return the columns of an update; see `PolicyLoss.adapt`."""
+        raise NotImplementedError
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         """Return the loss of each token, [n]; see `PolicyLoss.token_losses`."""

@@ -1,20 +1,20 @@
 """The methods that weight the gradient of each token.
 
-CISPO, SAPO, CE-GPPO, DGPO, ASPO, DRPO and WAPO do so by a function of its ratio, Clip-Cov and KL-Cov by its covariance
-of log-prob and advantage, M2PO by its share in the second moment of the log ratio to the sampler.
+CISPO, SAPO, CE-GPPO, DGPO, BAPO, ASPO, DRPO and WAPO do so by a function of its ratio, Clip-Cov and KL-Cov by its
+covariance of log-prob and advantage, M2PO by its share in the second moment of the log ratio to the sampler.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bandpo_cli.bounds.arrays import namespace
 from bandpo_cli.bounds.intervals import BoundsFunction
-from bandpo_cli.methods.loss import by_sign, clipped_losses, log_ratio
+from bandpo_cli.methods.loss import by_sign, clipped_losses, log_ratio, without_masked
 from bandpo_cli.methods.settings import IntervalSettings, MethodSettings, Share
-from bandpo_cli.settings_validation import NotNegative, Positive
+from bandpo_cli.settings_validation import NotNegative, Positive, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,6 +143,62 @@ class WapoSettings(MethodSettings):
         """
         positive = batch.advantages.clamp(min=0.0)
         return clipped_losses(batch.ratios(logprobs), positive, 0.0, 1.0 + self.eps_high)
+
+
+class BapoSettings(MethodSettings):
+    """An interval whose bounds rise in each update until positive tokens have their share (BAPO, arXiv 2510.18927)."""
+
+    text = (
+        "BAPO: ratio in [{s.low_start:g} to {s.low_end:g}, {s.high_start:g} to {s.high_end:g}], "
+        "positive share {s.share:g}"
+    )
+    method: Literal["bapo"] = "bapo"
+    adapts = True
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """The share of the positive tokens in the sum of |clipped ratio·a| that is aimed at."""
+    low_start: float = Field(0.6, gt=0, le=1)
+    low_end: float = Field(0.8, gt=0, le=1)
+    high_start: float = Field(1.2, ge=1)
+    high_end: float = Field(2.0, ge=1)
+    step: Positive = 0.05
+    """The interval is [low_start, high_start]; first the lower bound rises in steps to at most low_end, then the upper
+    bound to at most high_end, until the share is reached."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        ordered = self.low_start <= self.low_end and self.high_start <= self.high_end
+        require(
+            ordered,
+            "a bound rises from its start to its end: take low_start ≤ low_end and high_start ≤ high_end",
+        )
+        return self
+
+    def adapt(self, batch: LossBatch, logprobs: Tensor) -> Columns:
+        """Return the interval of the update, `lower` and `upper`, for log π of all of its tokens, [N]."""
+        ratios, advantages = batch.ratios(logprobs), without_masked(batch.advantages, batch)
+        low, high = self.low_start, self.high_start
+
+        def is_short() -> bool:
+            gains = advantages.clamp(min=0) * ratios.clamp(max=high)
+            losses = -advantages.clamp(max=0) * ratios.clamp(min=low)
+            return bool(gains.sum() < self.share * (gains.sum() + losses.sum()))
+
+        while low < self.low_end and is_short():
+            low = min(low + self.step, self.low_end)
+        while high < self.high_end and is_short():
+            high = min(high + self.step, self.high_end)
+        return {"lower": ratios.new_full(ratios.shape, low), "upper": ratios.new_full(ratios.shape, high)}
+
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return the clipped loss with the interval of the update; the first one, where every r is 1, has the start.
+
+        Source: WooooDyy/BAPO, recipe/bapo/policy_loss.py, with `adv_ratio_target` share/(1 − share). Two departures: it
+        chooses the interval per micro-batch, here per update, which takes a further forward pass; and it has a dual
+        clip of 3, here there is none.
+        """
+        lower = batch.columns.get("lower", self.low_start)
+        upper = batch.columns.get("upper", self.high_start)
+        return clipped_losses(batch.ratios(logprobs), batch.advantages, lower, upper)
 
 
 class M2poSettings(MethodSettings):

@@ -139,7 +139,10 @@ class VllmSampler(Sampler):
                     with self._engine_call():
                         stepped = self._llm.llm_engine.step()
                     progress()
-                    outputs |= {output.request_id: output for output in stepped if output.finished}
+                    finished = {output.request_id: output for output in stepped if output.finished}
+                    if not finished:  # most steps; a search in thousands of conversations takes a millisecond
+                        continue
+                    outputs |= finished
                 for number, ids in [*waiting.items()]:
                     if all(item in outputs for item in ids):
                         ended, _ = [outputs.pop(item) for item in waiting.pop(number)], sizes.pop(number)

@@ -137,15 +137,8 @@ def _read_table_row(row: Mapping[str, Any], grader: str | None, where: str) -> _
             f"{where}: it names a function as its grader, and a file must not choose code to run; if you trust it, add "
             f"--grader {values.grader:.100}"
         )
-    problem = Problem(
-        values.problem_id,
-        values.prompt,
-        values.reference,
-        values.task,
-        values.grader,
-        values.extra,
-        values.question,
-    )
+    texts = values.problem_id, values.prompt, values.reference, values.task, values.grader
+    problem = Problem(*texts, values.extra, values.question)
     completion = StoredCompletion(values.text, values.length, values.finish_reason, values.logprob_sum)
     return values.task, problem, [completion]
 

@@ -285,6 +285,14 @@ def prepare_updates(
     return experiences
 
 
+@torch.no_grad()
+def adapted(policy: Policy, experience: Experience, temperature: float) -> Experience:
+    """Return the experience with the columns that the method chooses from the ratios before the update."""
+    (logprobs,) = _forward(policy, experience, temperature, with_entropy=False)
+    columns = experience.loss.adapt(experience, logprobs)
+    return replace(experience, columns={**experience.columns, **columns})
+
+
 def active_groups(advantages_PG: torch.Tensor) -> torch.Tensor:
     """Return which groups have an advantage that is not 0, [P] bool; the first one where none has.
 

@@ -27,7 +27,7 @@ from bandpo_cli.models.packing import host_copy
 from bandpo_cli.models.weights import local_tensor
 from bandpo_cli.objective.policy_objective import policy_objective
 from bandpo_cli.storage.tables import BAD_BATCHES, MAX_BAD_BATCHES, write_bad_batch
-from bandpo_cli.training.experience import Experience
+from bandpo_cli.training.experience import Experience, adapted
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
 
 
@@ -99,6 +99,8 @@ def update_policy(
     for number, experience in enumerate(experiences, start=1):
         updates.lr = optimizer.lr
         optimizer.zero_grad()
+        if experience.loss.adapts and experience.old.source != "own pass":
+            experience = adapted(policy, experience, config.sampling.temperature)
         forward = accumulate_gradient(policy, experience, config)
         try:
             norm = optimizer.step(partial(finite_norm, experience, forward))

@@ -169,6 +169,23 @@ def test_the_version_names_the_commit_of_a_checkout_alone(tmp_path, monkeypatch)
     assert succeed("--version", cwd=tmp_path).out == f"bandpo {__version__} (commit 0746989)\n"
 
 
+def test_the_help_of_train_has_a_panel_per_group_in_100_columns(tmp_path):
+    lines = succeed("train", "--help", cwd=tmp_path, COLUMNS="100").out.splitlines()
+    panels = [line.split()[1] for line in lines if line.startswith("╭")]
+    assert panels == [
+        "Options",
+        "Execution",
+        "Model",
+        "Data",
+        "Sampling",
+        "Method",
+        "Optimization",
+        "Tracking",
+    ]
+    assert max(map(len, lines)) <= 100
+    assert len(lines) < 120, "the column of the texts is narrow"
+
+
 def test_installation_options_are_last(tmp_path):
     out = succeed("--help", cwd=tmp_path).out
     names = ("--version", "--help", "--install-completion", "--show-completion")

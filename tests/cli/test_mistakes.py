@@ -49,6 +49,10 @@ FILES = {
 MISTAKES: dict[str, list[str]] = {
     # words of other trainers
     "train --learning-rate 1e-5": ["No such option: --learning-rate; use --lr VALUE"],
+    "grpo --lr 1e-6": ["No such command 'grpo'; use bandpo train --method grpo (see bandpo --help)"],
+    "train --model a/b --task words.csv --grader rewards.py:partial": ["without .py and its folder: rewards:partial"],
+    "train --model a/b --task words.csv --grader accuracy_reward": ["a reward of TRL; take math"],
+    "sweep --resume deltas --no-mlflow": ["leave out --no-mlflow"],
     "train --method GRPO": ["bounds.method = 'GRPO': names are in lower case; type grpo"],
     "train --num_train_epochs 3": ["use --steps N, the number of batches of rollouts; an epoch has"],
     "train --per_device_train_batch_size 4": ["the tokens of a micro-batch (not its sequences)"],
@@ -206,7 +210,7 @@ MISTAKES: dict[str, list[str]] = {
     "bounds 0.1 -d kll": ["'kll'", "did you mean 'kl'", "hellinger"],
     "bounds 0.1 --compare clip-hi": ["--compare", "did you mean 'clip-higher'"],
     "bounds 0.1 --compare clip,gspo": ["gspo has no interval", "of a completion", "clip, clip-higher"],
-    "bounds --match dppo --at 0.1": ["--match dppo", "allowed: clip, clip-higher, dcpo, ripo, gmpo"],
+    "bounds --match dppo --at 0.1": ["--match dppo", "allowed: clip, clip-higher, dcpo, ripo, atr, gmpo"],
     "bounds 0.1 --format table,json": ["--format table,json: unknown", "allowed: table, json, csv"],
     "bounds 1.5": ["'1.5'", "0 < p ≤ 1"],
     "bounds nan": ["'nan'", "0 < p ≤ 1"],

@@ -28,7 +28,7 @@ from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS
 from bandpo_cli.experiments.run import load_components
 from bandpo_cli.models import load
 from bandpo_cli.models.memory_estimate import SLEEPING_ENGINE_BYTES, Device, estimate_memory
-from bandpo_cli.processes.ranks import SINGLE
+from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.tasks.task import build_task
 from tests.config.shapes import config_on_disk
 from tests.experiments.test_api import SMALL
@@ -89,7 +89,11 @@ def test_the_estimate_is_one_line(gpus, tmp_path, caplog):
         f"vLLM's share is {share:g} ({estimate.vllm / GIB:.1f} GiB); auto is model.gradient_checkpointing=false, "
         "optim.micro_batch_tokens=16384, sampling.vllm.sleep=true"
     )
-    assert share_of(with_values(config, {SHARE: 0.3})) == 0.3
+    given = with_values(
+        config, {SHARE: 0.3, "model.gradient_checkpointing": True, "sampling.vllm.sleep": True}
+    )
+    assert share_of(given) == 0.3
+    assert memory_report(given).chosen == {"optim.micro_batch_tokens": 16384}
     other = four_layers(tmp_path, sampling={"engine": "transformers"})
     assert check_memory(other, SINGLE).sampling.vllm.memory_fraction is None
 
@@ -133,6 +137,25 @@ def test_auto_is_the_fastest_choice_that_leaves_a_margin(gpus, tmp_path, gigabyt
 
     expected = next((values for values in choices if leaves_a_margin(values)), choices[-1])
     assert tuple(memory_report(config).chosen.values()) == expected
+
+
+@pytest.mark.slow
+def test_the_rank_with_the_least_memory_chooses_for_all(gpus, tmp_path):
+    config, estimates = four_layers(tmp_path), []
+    for free in (80, 48):
+        gpus[:] = [(80, free)]
+        estimates.append(memory_of_task(config, None, 2))
+    much, little = (estimate for _, estimate in estimates)
+    assert much.chosen != little.chosen
+
+    class Two(Ranks):
+        def agree(self, function: object) -> Any:
+            return estimates
+
+    for rank in range(2):
+        settings = flatten(check_memory(config, Two(rank, 2, rank)).model_dump())
+        assert {key: settings[key] for key in little.chosen} == little.chosen
+        assert settings[SHARE] == min(much.memory_fraction, little.memory_fraction)
 
 
 def share_of(config: RunConfig) -> float:

@@ -81,7 +81,7 @@ PLACES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"use_peft": True, "use_rslora": True, "lora_target_modules": "all-linear"},
      {"model.lora.rank": 16, "model.lora.alpha": 128.0, "model.lora.target_modules": None}),
     ({"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
-     {"sampling.engine": "vllm", "objective.importance": "token-truncate", "objective.importance_cap": 3.0}),
+     {"sampling.engine": "vllm", "objective.importance": [{"rule": "token-truncate", "high": 3.0}]}),
     ({"lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "max_steps": 50}, {"optim.warmup_steps": 5}),
     ({"lr_scheduler_type": "constant", "warmup_steps": 9}, {"optim.warmup_steps": 0}),
     ({"reward_funcs": ["my.rewards.brief"]}, {"task.grader": "trl:my.rewards:brief"}),
@@ -99,12 +99,8 @@ def test_arguments_of_trl_have_the_settings_of_their_meaning(given, expected):
 @pytest.mark.parametrize("method", LOSSES)
 def test_the_overrides_of_an_export_become_the_same_run(method, tmp_path):
     """`export verl` and `configs --from verl` are inverse: an interval is `clip` whatever its name was."""
-    objective = {
-        "importance": "token-mask",
-        "importance_cap": 3.0,
-        "importance_floor": 0.5,
-        "reference_kl": 0.1,
-    }
+    rules = [{"rule": "sequence-reject", "low": 0.5, "high": 2.0}, {"rule": "product-truncate", "high": 5.0}]
+    objective = {"importance": rules, "reference_kl": 0.1}
     config = small({"bounds": {"method": method}, "objective": objective | {"aggregation": "seq-sum-norm"}})
     overrides = {
         key.lstrip("+"): value for key, value in flatten(overrides_of(config)).items() if value is not None

@@ -18,9 +18,13 @@ from bandpo_cli.config.layers import read_layer, resolve, to_yaml
 from bandpo_cli.config.run import with_dtype
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments import export_verl
-from bandpo_cli.experiments.export_import import settings_for_cluster
 from bandpo_cli.exports import verl_files
-from bandpo_cli.exports.verl_files import batch_arithmetic, hydra_value, problem_from_json
+from bandpo_cli.exports.verl_files import (
+    batch_arithmetic,
+    hydra_value,
+    problem_from_json,
+    settings_for_cluster,
+)
 from bandpo_cli.models.load import load_tokenizer
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.storage.run_folder import RunFolder

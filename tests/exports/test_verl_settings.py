@@ -174,7 +174,7 @@ def test_methods_and_schedules_that_verl_does_not_have_cannot_be_run():
         config = config_of(bounds__method=method)
         assert not is_runnable(config)
         assert differences_of(config)[0].startswith(f"bounds.method = {method}: verl has no such policy loss")
-    others = "dcpo ripo cppo luspo gapo ctpo vaco m2po wapo dgpo ce-gppo aspo drpo topr vespo"
+    others = "dcpo ripo cppo luspo gapo ctpo vaco m2po wapo dgpo bapo ce-gppo aspo drpo topr vespo"
     assert set(METHODS) - set(LOSSES) == {*others.split()}
     assert not is_runnable(config_of(optim__schedule="linear"))
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from bandpo_cli.exports.from_trainers import Translation
 from bandpo_cli.methods.weights_and_gates import token_covariance
 from bandpo_cli.objective.policy_objective import LossOutputs
 from tests.integrations.batches import (
@@ -162,41 +163,36 @@ def test_verl_clip_cov_removes_as_many_tokens(share, verl_losses):
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
-TRL: dict[str, tuple[dict[str, Any], float | None, str, dict[str, Any]]] = {
-    "grpo": ({"method": "clip"}, None, "seq-mean-token-mean", {"loss_type": "grpo"}),
-    "bnpo": ({"method": "clip"}, None, "token-mean", {"loss_type": "bnpo"}),
-    "dapo": (
-        {"method": "clip-higher"}, None, "token-mean", {"loss_type": "dapo", "epsilon_high": 0.28},
-    ),
-    "dapo with delta": ({"method": "clip"}, 3.0, "token-mean", {"loss_type": "dapo", "delta": 3.0}),
-    "cispo": ({"method": "cispo"}, None, "token-mean", {"loss_type": "cispo", "epsilon_high": 5.0}),
-    "sapo": ({"method": "sapo"}, None, "seq-mean-token-mean", {"loss_type": "sapo"}),
-    "gspo": (
-        {"method": "gspo"}, None, "seq-mean-token-mean",
-        {"loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4, **SEQUENCE},
-    ),
-    "gspo wide": (
-        {"method": "gspo", "eps_low": 0.1, "eps_high": 0.2}, None, "token-mean",
-        {"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.2, **SEQUENCE},
-    ),
-    "luspo": (
-        {"method": "luspo"}, None, "seq-mean-token-mean",
-        {"loss_type": "luspo", "epsilon": 2e-3, "epsilon_high": 2.5e-3, **SEQUENCE},
-    ),
-    "vespo": ({"method": "vespo"}, None, "token-mean", {"loss_type": "vespo"}),
-    "vespo with other settings": (
-        {"method": "vespo", "k_positive": 1.5, "k_negative": 2.5, "lambda_negative": 0.7}, None, "token-mean",
-        {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_k_neg": 2.5, "vespo_lambda_neg": 0.7},
-    ),
+TRL: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "grpo"},
+    "bnpo": {"loss_type": "bnpo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 40},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "dapo with delta": {"delta": 3.0},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 0.9},
+    "gspo": {"loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4, **SEQUENCE},
+    "gspo wide": {"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.2, **SEQUENCE},
+    "luspo": {"loss_type": "luspo", "epsilon": 2e-3, "epsilon_high": 2.5e-3, **SEQUENCE},
+    "vespo": {"loss_type": "vespo"},
+    "vespo with other settings": {
+        "loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_k_neg": 2.5, "vespo_lambda_neg": 0.7,
+    },
 }  # fmt: skip
-"""Case → our settings, dual clip and aggregation, TRL's settings."""
+"""TRL's settings, whose translation (`bandpo configs --from trl`) has the same loss."""
 
 
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("case", TRL)
 def test_trl(case, spread, tmp_path):
     trl = pytest.importorskip("trl")
-    bounds, dual_clip, aggregation, settings = TRL[case]
+    settings = TRL[case]
+    translated = Translation("trl", {"num_processes": 1} | settings).layer()
+    bounds, objective = translated["bounds"], translated["objective"]
+    aggregation, dual_clip = (
+        objective.get("aggregation", "seq-mean-token-mean"),
+        objective.get("dual_clip", 10.0),
+    )
     args = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **settings)
     for seed in SEEDS:
         batch = random_batch(seed, SPREADS[spread])

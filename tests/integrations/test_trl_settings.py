@@ -1,5 +1,6 @@
 """Settings of the Band in TRL: defaults, refusals, warnings."""
 
+import dataclasses
 import importlib
 import warnings
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from transformers import HfArgumentParser
 
 from bandpo_cli.methods.band_and_clip import BandSettings
+from bandpo_cli.settings_validation import trainer_keys
+from tests.exports.test_from_trainers import BATCHES
 
 REPEATED = {"num_iterations": 2}
 """Two optimizer steps per batch, so that the ratio differs from 1."""
@@ -97,3 +100,39 @@ def test_another_config_is_refused(band, tmp_path):
     for args, kind in ((plain, "not GRPOConfig"), (None, "not NoneType")):
         with pytest.raises(band.ConfigError, match=f"needs args=BandGRPOConfig.*{kind}"):
             band.BandGRPOTrainer("model", [], args)
+
+
+@pytest.mark.parametrize(("given", "prompts", "updates"), BATCHES)
+def test_translated_batches_are_those_of_grpo_config(given, prompts, updates, tmp_path):
+    """On one process; the number of processes multiplies the rows of a device."""
+    trl = pytest.importorskip("trl")
+    processes = given.get("num_processes", 1)
+    own = {key: value for key, value in given.items() if key != "num_processes"}
+    rows = own.pop("per_device_train_batch_size", 8) * processes
+    common = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none"}
+    args = trl.GRPOConfig(**common, **own, per_device_train_batch_size=rows)
+    micro_steps = args.steps_per_generation * args.num_iterations
+    batches_per_update = max(1, args.gradient_accumulation_steps // micro_steps)
+    assert prompts == args.generation_batch_size * batches_per_update // args.num_generations
+    assert updates == max(1, micro_steps // args.gradient_accumulation_steps)
+
+
+def test_every_argument_of_trl_has_a_row_with_its_default():
+    trl = pytest.importorskip("trl")
+    script = importlib.import_module("trl.scripts.grpo")
+    rows = trainer_keys("trl")
+    fields = [
+        field
+        for cls in (trl.GRPOConfig, trl.ModelConfig, script.GRPOScriptArguments)
+        for field in dataclasses.fields(cls)
+    ]
+    assert {field.name for field in fields} - rows.keys() == set()
+    ours = {"lora_target_modules"}  # peft's, for most architectures
+    differing = {
+        field.name: field.default
+        for field in fields
+        if field.name not in ours
+        and "default" in rows[field.name]
+        and rows[field.name]["default"] != getattr(field.default, "value", field.default)
+    }
+    assert differing == {}

@@ -26,6 +26,7 @@ from bandpo_cli.models.logprobs import linear_logprobs
 from bandpo_cli.objective.advantages import group_advantages, rloo_advantages, shaped_rewards
 from bandpo_cli.objective.policy_objective import AGGREGATIONS, k3, policy_objective
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
+from bandpo_cli.settings_validation import trainer_keys
 from bandpo_cli.training.optimizer import lr_factor
 from bandpo_cli.types import Message, Problem
 from tests.exports.folders import SMALL, run_script, small
@@ -65,6 +66,19 @@ def validate(config: Any) -> None:
 
 def dataclass_of(config: Any) -> Any:
     return importlib.import_module("verl.utils.config").omega_conf_to_dataclass(config)
+
+
+def test_the_table_of_verls_keys_has_verls_defaults(compose):
+    """Keys of the Band's loss are this package's, and some keys are in no file of verl's defaults."""
+    assert compose(method_config("band-chi2"))  # Hydra is initialized
+    config = importlib.import_module("hydra").compose("ppo_trainer")
+    select = importlib.import_module("omegaconf").OmegaConf.select
+    added = ("policy_loss.divergence", "policy_loss.delta", "policy_loss.max_ratio", "penalty_factor")
+    rows = {
+        key: row for key, row in trainer_keys("verl").items() if "default" in row and not key.endswith(added)
+    }
+    found = {key: select(config, key) for key in rows}
+    assert {key: value for key, value in found.items() if value != rows[key]["default"]} == {}
 
 
 METHODS = "band-chi2 band-kl-relaxed cispo clip clip-higher dppo-kl dppo-tv gmpo gspo none sapo"

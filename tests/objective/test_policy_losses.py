@@ -18,7 +18,7 @@ from bandpo_cli.bounds.intervals import clip_state
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.loss import LossBatch, PolicyLoss, policy_loss
-from bandpo_cli.methods.weights_and_gates import M2poSettings
+from bandpo_cli.methods.weights_and_gates import BapoSettings, M2poSettings
 from bandpo_cli.objective.policy_objective import LossOutputs, k3, policy_objective
 
 
@@ -206,6 +206,7 @@ BY_HAND: dict[str, Callable[[Token], float]] = {
     "ctpo": ctpo,
     "dgpo": dgpo,
     "vaco": vaco,
+    "bapo": lambda token: clip(token, 0.6, 1.2),  # the interval at the start
     "m2po": lambda token: token.ratio,  # without the sampler's log-probs
     "wapo": lambda token: token.ratio if token.advantage > 0 and token.ratio <= 10 else 0.0,
     "gspo": gspo,
@@ -272,6 +273,19 @@ def test_m2po_keeps_the_tokens_whose_mean_squared_log_ratio_to_the_sampler_is_be
     sampler = torch.full_like(gaps, -3.0)
     columns = settings.prepare(sampler + gaps, torch.ones_like(gaps), sampler)
     assert columns["kept"].nonzero().flatten().tolist() == [*kept]
+
+
+@pytest.mark.parametrize(
+    ("share", "interval"),
+    # With a = 1, −1 and r = 1.9, 0.5 the gain is min(1.9, high) and the loss max(0.5, low), which also rises.
+    [(0.6, (0.6, 1.2)), (0.66, (0.6, 1.2)), (0.67, (0.8, 1.65)), (0.7, (0.8, 1.9)), (0.9, (0.8, 2.0))],
+)
+def test_bapo_raises_the_lower_bound_and_then_the_upper_bound(share, interval):
+    old = torch.full((3,), -4.0, dtype=torch.float64)
+    new = old + torch.tensor([1.9, 0.5, 100.0], dtype=torch.float64).log()
+    batch = LossBatch(torch.tensor([1, 2]), torch.tensor([1.0, -1.0, 0.0]).double(), old)
+    columns = BapoSettings(share=share).adapt(batch, new)
+    assert (columns["lower"][0].item(), columns["upper"][0].item()) == pytest.approx(interval)
 
 
 def test_vaco_measures_the_distance_to_the_sampler():
