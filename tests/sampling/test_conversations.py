@@ -233,7 +233,7 @@ def test_the_next_turn_continues_from_the_tokens_and_not_from_the_text(
     assert completion.finish_reason == "stop"
     assert len(completion.logprobs) == len(completion.entropies) == len(completion.token_ids)
     graded = with_turns(problems()[0], completion)
-    assert graded.extra == {"messages": about.messages}
+    assert graded.extra == {**problems()[0].extra, "messages": about.messages}
 
 
 def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(

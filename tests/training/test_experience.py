@@ -108,10 +108,10 @@ def test_a_method_that_needs_no_other_tokens_has_no_loss_without_an_advantage(me
     old = -4 * torch.rand(100, generator=generator) - 0.1
     new = old + 0.3 * torch.randn(100, generator=generator)
     advantages = torch.tensor([1.0, 0.0, -2.0]).repeat_interleave(lengths)
-    columns = loss.prepare(old, advantages)
-    parts = [
-        loss.prepare(old[span], advantages[span]) for span in (slice(0, 30), slice(30, 50), slice(50, 100))
-    ]
+    values = (old, advantages, *([old - new.abs() / 9] if loss.needs_sampler else []))
+    columns = loss.prepare(*values)
+    spans = (slice(0, 30), slice(30, 50), slice(50, 100))
+    parts = [loss.prepare(*(column[span] for column in values)) for span in spans]
     separate = all(torch.equal(torch.cat([part[name] for part in parts]), columns[name]) for name in columns)
     batch = LossBatch(lengths, advantages, old, columns, wrong_peers=torch.tensor([0.5, 0.0, 0.0]))
     out = policy_objective(loss, new, batch, torch.full_like(new, 0.01))
