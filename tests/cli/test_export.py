@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import bandpo_cli
 from tests.cli.eval_command import Done, bandpo, usage_error
 from tests.text_model import save_text_model
 
@@ -27,6 +28,7 @@ def test_a_folder_is_written_and_described(place):
     assert "GPUs: 8, vLLM engines: 8" in out
     assert "run  cd job && sbatch cluster.sh" in out
     names = {"README.md", "config.yaml", "heldout.parquet", "model", "reward.py", "run.sh", "train.parquet"}
+    names |= {"cluster.sh", f"bandpo-{bandpo_cli.__version__}-py3-none-any.whl"}
     assert {path.name for path in (place / "job").iterdir()} == names
     assert [path.name for path in place.iterdir()] == ["job"]
     assert "trainer.nnodes=2" in (place / "job" / "run.sh").read_text("utf-8")
