@@ -267,14 +267,12 @@ class TrackerEntry(Entry):
     package: str | None = None
 
 
+_OPTIONAL = "bandpo_cli.tracking.optional_trackers"
 TRACKERS = Registry("tracker", [
-    TrackerEntry("mlflow", "MLflow, a server or a local store",
-                 "bandpo_cli.tracking.mlflow_tracker:MlflowTracker"),
-    TrackerEntry("wandb", "Weights & Biases", "bandpo_cli.tracking.optional_trackers:WandbTracker", "wandb"),
-    TrackerEntry("trackio", "trackio, a local dashboard",
-                 "bandpo_cli.tracking.optional_trackers:TrackioTracker", "trackio"),
-    TrackerEntry("tensorboard", "TensorBoard's event files",
-                 "bandpo_cli.tracking.optional_trackers:TensorBoardTracker", "tensorboard"),
+    TrackerEntry("mlflow", "MLflow, a server or a local store", "bandpo_cli.tracking.mlflow_tracker:MlflowTracker"),
+    TrackerEntry("wandb", "Weights & Biases", f"{_OPTIONAL}:WandbTracker", "wandb"),
+    TrackerEntry("trackio", "trackio, a local dashboard", f"{_OPTIONAL}:TrackioTracker", "trackio"),
+    TrackerEntry("tensorboard", "TensorBoard's event files", f"{_OPTIONAL}:TensorBoardTracker", "tensorboard"),
 ], "a custom tracker as module:Class", is_function_path, lambda name: TrackerEntry(name, "a custom tracker", name))
 
 
@@ -421,9 +419,3 @@ def split_member(text: str) -> tuple[str, str] | None:
     """Return the task and the member of `TASK:MEMBER`; None for any other text."""
     task, colon, member = text.partition(":")
     return (task, member) if colon and task in TASKS and TASKS[task].members else None
-
-def tasks_text() -> str:
-    """Return what `--task` accepts beside files, for a help text."""
-    members = ":NAME (repeatable; {}:list prints the names)"
-    generated = [name + (members.format(name) if TASKS[name].members else "") for name in generated_tasks()]
-    return f"{', '.join(generated)}, a known data set ({', '.join(DATASETS)})"

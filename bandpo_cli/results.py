@@ -39,14 +39,16 @@ from bandpo_cli.metric_names import (
 )
 from bandpo_cli.paths import path_exists, read_json_object
 from bandpo_cli.storage.checkpoints import complete_checkpoints
-from bandpo_cli.storage.files import file_checksum, is_locked, iterate_metrics, step_name, step_of
-from bandpo_cli.storage.run_folder import RECORD_FILE, EvalFolder, RunFolder, find_folder
+from bandpo_cli.storage.files import file_checksum, is_locked, iterate_metrics, step_name
+from bandpo_cli.storage.run_folder import RECORD_FILE, RunFolder, find_folder
 from bandpo_cli.storage.run_record import (
     EVALUATION_COLUMNS,
+    completions_path,
     iterate_evaluations,
     parent_of,
     read_stored_run,
     read_summary,
+    sampled_steps,
 )
 from bandpo_cli.storage.sweep_folder import find_runs
 from bandpo_cli.storage.tables import read_table, read_token_values
@@ -408,33 +410,3 @@ def tokens(run: Path | str, step: int, runs_dir: Path | str = "runs") -> DataFra
     columns["advantage"] = values.advantage[completion]
     numbers = ("old_logprob", "ratio", "entropy", "lower", "upper", "importance", "clipped")
     return pd.DataFrame(columns | {name: getattr(values, name) for name in numbers})
-
-
-def completions_path(name: str, runs_dir: Path, step: int | None = None) -> Path:
-    """Return the file with the completions of a step of the run `name`, by default the last one, or of an evaluation.
-
-    Raises UserError if there is no such run or step.
-    """
-    evaluation = find_folder(name, runs_dir, RECORD_FILE)
-    if evaluation is not None:
-        if step is not None:
-            raise UserError(f"--step {step}: {evaluation.name} is an evaluation, which has no steps")
-        path = EvalFolder(evaluation).samples_path
-        if not path.exists():
-            raise UserError(f"{evaluation} has no {path.name}: the evaluation has not finished")
-        return path
-    folder = RunFolder.open(runs_dir, name)
-    steps = sampled_steps(folder)
-    if not steps:
-        raise UserError(f"{folder.path} has no completions: the run has completed no step")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        near = min(steps, key=lambda stored: abs(stored - step))
-        raise UserError(f"--step {step}: its completions are not stored; the nearest is --step {near}")
-    return folder.path / "samples" / f"{step_name(step)}.parquet"
-
-
-def sampled_steps(folder: RunFolder) -> list[int]:
-    """Return the steps whose completions are stored, ascending."""
-    steps = (step_of(path) for path in (folder.path / "samples").glob("step-*.parquet"))
-    return sorted(step for step in steps if step is not None)

@@ -33,7 +33,8 @@ from peft.tuners.lora import Linear
 from shared import command_line
 from transformers import PreTrainedModel
 
-from bandpo_cli.config.run import LoraSettings, ModelConfig, OptimConfig, RunConfig
+from bandpo_cli.config.batch_and_sampling import OptimConfig
+from bandpo_cli.config.run import LoraSettings, ModelConfig, RunConfig
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.lora import adapters_disabled, lora_layers, merged_weight
 from bandpo_cli.models.weights import adapter_weights, load_adapter, save_adapter

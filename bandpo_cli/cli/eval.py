@@ -34,7 +34,6 @@ from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.errors import plural
 from bandpo_cli.processes.ranks import launched_name, ranks_to_start
-from bandpo_cli.registries import tasks_text
 from bandpo_cli.types import UNGRADED_VERDICTS
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ _OF_SAMPLING = {
 _OF_RESUME = {"--resume", "--format", "--runs-dir", "--tracking-uri", "--mlflow", "--nproc", "--stall-after"}
 """The options without effect where stored completions are scored, and the options with an effect in a resume."""
 
-_TASK_HELP = f"{tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable."
+_TASK_HELP = f"{opt.tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable."
 _TASK = opt.option("NAME|FILE", "the evaluation sets of the run", **opt.TASK_VALUES, help=_TASK_HELP)
 
 

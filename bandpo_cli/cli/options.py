@@ -29,7 +29,6 @@ from bandpo_cli.registries import (
     generated_tasks,
     load_attribute,
     split_member,
-    tasks_text,
 )
 
 RUNS = Path("runs")
@@ -249,6 +248,13 @@ _TEMPLATE = Flag("--template", "task.template", str,
                  "NAME|TEXT", names=TEMPLATES)
 _DETERMINISTIC = Flag("--deterministic", "deterministic", bool, "The same bits in every run on the same GPU; slower.",
                       metavar="")
+
+def tasks_text() -> str:
+    """Return what `--task` accepts beside files, for a help text."""
+    members = ":NAME (repeatable; {}:list prints the names)"
+    generated = [name + (members.format(name) if TASKS[name].members else "") for name in generated_tasks()]
+    return f"{', '.join(generated)}, a known data set ({', '.join(DATASETS)})"
+
 
 SETTINGS = (
     Flag("--method", "bounds.method", str, f"Policy loss: {METHODS.names_text()}; grpo and ppo mean clip.", "band",

@@ -256,7 +256,7 @@ def samples(
         problem: Only completions of this problem.
         limit: Maximum number of completions to print; 0 prints all.
     """
-    from bandpo_cli.results import completions_path
+    from bandpo_cli.storage.run_record import completions_path
     from bandpo_cli.storage.tables import read_graded_completions
 
     if correct and wrong:

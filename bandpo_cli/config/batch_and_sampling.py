@@ -1,4 +1,4 @@
-"""Settings of sampling, grading, rewards and evaluation, and the choice of the engine and its GPU.
+"""Settings of sampling, grading, rewards, evaluation and updates, and the choice of the engine and its GPU.
 
 No engine is imported for the choice.
 """
@@ -26,6 +26,7 @@ from bandpo_cli.settings_validation import (
     NotNegative,
     Positive,
     Section,
+    number_or,
     require,
     trainer_keys,
 )
@@ -285,6 +286,40 @@ def check_engine(engine: str, device: str, max_lag: int = 0) -> None:
             f"sampling.engine = '{engine}': the package {package} is not installed; {ENGINES[engine].install}, "
             f"or use --sampler {resolve_engine(AUTO_ENGINE, on_gpu=False)}"
         )
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimConfig(Section):
+    """AdamW, its schedule, and the split of a batch into updates."""
+
+    lr: Annotated[float, Field(gt=0, le=1e30)] = 5e-5
+    """The peak learning rate, after the warm-up."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    """AdamW's decay rates of the moments (`betas`), term in the denominator (`eps`) and decoupled weight decay."""
+    max_grad_norm: Positive | None = 1.0
+    """The gradient's norm is clipped to this; null for no clipping."""
+    warmup_steps: NonNegativeInt = 5
+    """Number of updates over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after the warm-up: constant, or falling to 0 at the last step."""
+    updates: PositiveInt = 4
+    """Optimizer updates per batch of rollouts. With 1 the ratio is always 1 and no bound is active."""
+    micro_batch_tokens: Annotated[Literal["auto"] | PositiveInt, number_or("auto")] = 16384
+    """Maximum number of tokens in one forward pass, packed without padding; an update accumulates its gradient over as
+    many passes as necessary. `auto`, the default of tasks for language models, is 16384, or where that does not fit by
+    the estimate of the memory a half of it, or a half of that, and so on."""
+    max_skips: NonNegativeInt = 0
+    """Maximum number of consecutive updates that are skipped because a loss, gradient or log-prob is not finite; 0
+    stops the run at the first. A skipped update changes no weights; the schedule continues."""
+
+    @property
+    def pass_tokens(self) -> int:
+        """`micro_batch_tokens`, and its largest value where it is `auto`."""
+        return 16384 if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
 
 def resolve_engine(engine: str, on_gpu: bool) -> str:

@@ -14,7 +14,13 @@ from pydantic import (
     model_validator,
 )
 
-from bandpo_cli.config.batch_and_sampling import EvaluationConfig, GradingConfig, RewardConfig, SamplingConfig
+from bandpo_cli.config.batch_and_sampling import (
+    EvaluationConfig,
+    GradingConfig,
+    OptimConfig,
+    RewardConfig,
+    SamplingConfig,
+)
 from bandpo_cli.config.task import CountdownTask, TaskSettings
 from bandpo_cli.errors import ConfigError, has_secret, plural
 from bandpo_cli.methods.band_and_clip import BandSettings
@@ -210,40 +216,6 @@ class ObjectiveConfig(Section):
         )
         check_importance(self.importance, self.importance_floor, self.importance_cap)
         return self
-
-
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimConfig(Section):
-    """AdamW, its schedule, and the split of a batch into updates."""
-
-    lr: Annotated[float, Field(gt=0, le=1e30)] = 5e-5
-    """The peak learning rate, after the warm-up."""
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
-    eps: Positive = 1e-8
-    weight_decay: NotNegative = 0.0
-    """AdamW's decay rates of the moments (`betas`), term in the denominator (`eps`) and decoupled weight decay."""
-    max_grad_norm: Positive | None = 1.0
-    """The gradient's norm is clipped to this; null for no clipping."""
-    warmup_steps: NonNegativeInt = 5
-    """Number of updates over which the learning rate rises linearly from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after the warm-up: constant, or falling to 0 at the last step."""
-    updates: PositiveInt = 4
-    """Optimizer updates per batch of rollouts. With 1 the ratio is always 1 and no bound is active."""
-    micro_batch_tokens: Annotated[Literal["auto"] | PositiveInt, number_or("auto")] = 16384
-    """Maximum number of tokens in one forward pass, packed without padding; an update accumulates its gradient over as
-    many passes as necessary. `auto`, the default of tasks for language models, is 16384, or where that does not fit by
-    the estimate of the memory a half of it, or a half of that, and so on."""
-    max_skips: NonNegativeInt = 0
-    """Maximum number of consecutive updates that are skipped because a loss, gradient or log-prob is not finite; 0
-    stops the run at the first. A skipped update changes no weights; the schedule continues."""
-
-    @property
-    def pass_tokens(self) -> int:
-        """`micro_batch_tokens`, and its largest value where it is `auto`."""
-        return 16384 if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
 
 class CheckpointConfig(Section):

@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from bandpo_cli.config.layers import read_layer
 from bandpo_cli.errors import UserError, excerpt, plural
 from bandpo_cli.metric_names import LABELS, STEP, Axis, has_nonbinary_rewards
-from bandpo_cli.results import completions_path
 from bandpo_cli.storage.files import replace_nonfinite, step_name, step_of, write_text
 from bandpo_cli.storage.run_folder import RECORD_FILE, EvalFolder, RunFolder, find_folder, shell_command
+from bandpo_cli.storage.run_record import completions_path
 from bandpo_cli.storage.tables import (
     TokenValues,
     read_graded_completions,

@@ -18,7 +18,8 @@ from bandpo_cli.config.layers import read_layer
 from bandpo_cli.errors import UserError, redact_credentials
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object
 from bandpo_cli.processes.ranks import rank_count
-from bandpo_cli.storage.files import check_version, is_locked, iterate_metrics, step_of
+from bandpo_cli.storage.files import check_version, is_locked, iterate_metrics, step_name, step_of
+from bandpo_cli.storage.run_folder import RECORD_FILE, EvalFolder, RunFolder, find_folder
 from bandpo_cli.types import RunStatus
 
 Record = Mapping[str, Any]
@@ -306,3 +307,33 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def completions_path(name: str, runs_dir: Path, step: int | None = None) -> Path:
+    """Return the file with the completions of a step of the run `name`, by default the last one, or of an evaluation.
+
+    Raises UserError if there is no such run or step.
+    """
+    evaluation = find_folder(name, runs_dir, RECORD_FILE)
+    if evaluation is not None:
+        if step is not None:
+            raise UserError(f"--step {step}: {evaluation.name} is an evaluation, which has no steps")
+        path = EvalFolder(evaluation).samples_path
+        if not path.exists():
+            raise UserError(f"{evaluation} has no {path.name}: the evaluation has not finished")
+        return path
+    folder = RunFolder.open(runs_dir, name)
+    steps = sampled_steps(folder)
+    if not steps:
+        raise UserError(f"{folder.path} has no completions: the run has completed no step")
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        near = min(steps, key=lambda stored: abs(stored - step))
+        raise UserError(f"--step {step}: its completions are not stored; the nearest is --step {near}")
+    return folder.path / "samples" / f"{step_name(step)}.parquet"
+
+
+def sampled_steps(folder: RunFolder) -> list[int]:
+    """Return the steps whose completions are stored, ascending."""
+    steps = (step_of(path) for path in (folder.path / "samples").glob("step-*.parquet"))
+    return sorted(step for step in steps if step is not None)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.profiler import record_function
 from transformers import PreTrainedModel
 
-from bandpo_cli.config.run import OptimConfig
+from bandpo_cli.config.batch_and_sampling import OptimConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.weights import forward_dtype, full_tensor, is_sharded

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bandpo_cli.config.batch_and_sampling import OptimConfig
 from bandpo_cli.config.layers import (
     flatten,
     nest,
@@ -18,7 +19,7 @@ from bandpo_cli.config.layers import (
     to_yaml,
     with_values,
 )
-from bandpo_cli.config.run import OptimConfig, RunConfig
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import evaluate, sweep, train
 from bandpo_cli.sweeps.sweep_plan import SweepConfig

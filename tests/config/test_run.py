@@ -6,9 +6,9 @@ import os
 import pytest
 import torch
 
-from bandpo_cli.config.batch_and_sampling import check_engine
+from bandpo_cli.config.batch_and_sampling import OptimConfig, check_engine
 from bandpo_cli.config.layers import read_assignments, resolve
-from bandpo_cli.config.run import OptimConfig, check_ranks
+from bandpo_cli.config.run import check_ranks
 from bandpo_cli.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bandpo_cli.config.run import OptimConfig
+from bandpo_cli.config.batch_and_sampling import OptimConfig
 from bandpo_cli.training import optimizer as optimizer_module
 from bandpo_cli.training.optimizer import FUSED_DEVICES, Optimizer
 from tests.conftest import random_model

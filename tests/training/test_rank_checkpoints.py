@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from xxhash import xxh3_64_hexdigest
 
+from bandpo_cli.config.batch_and_sampling import OptimConfig
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.run import LoraSettings, ModelConfig, OptimConfig
+from bandpo_cli.config.run import LoraSettings, ModelConfig
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models import weights

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from bandpo_cli.config.batch_and_sampling import OptimConfig
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.run import ModelConfig, OptimConfig
+from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import GraderFailedError
 from bandpo_cli.grading.pool import training_grader
 from bandpo_cli.metric_names import without_clock

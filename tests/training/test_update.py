@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bandpo_cli.config.run import OptimConfig
+from bandpo_cli.config.batch_and_sampling import OptimConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.methods.loss import policy_loss
 from bandpo_cli.objective.advantages import group_advantages

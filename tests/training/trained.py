@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from bandpo_cli.config.run import OptimConfig
+from bandpo_cli.config.batch_and_sampling import OptimConfig
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import weights_to_save
