@@ -49,7 +49,18 @@ _OF_SAMPLING = {
     "--model", "--task", "--template", "--n", "--temperature", "--max-tokens", "--sampler", "--limit", "--seed",
     "--nproc",
 }  # fmt: skip
-_OF_RESUME = {"--resume", "--format", "--runs-dir", "--tracking-uri", "--mlflow", "--nproc", "--stall-after"}
+_OF_RESUME = {
+    *(
+        "--resume",
+        "--format",
+        "--runs-dir",
+        "--tracking-uri",
+        "--mlflow",
+        "--no-mlflow",
+        "--nproc",
+        "--stall-after",
+    )
+}
 """The options without effect where stored completions are scored, and the options with an effect in a resume."""
 
 _TASK_HELP = f"{opt.tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable."

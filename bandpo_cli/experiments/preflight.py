@@ -261,7 +261,7 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
     # The ratio is 1 in every update if log π_old is as the trainer computes it.
     is_comparable = not method.control and method.name in METHODS  # a custom loss may differ at ratio 1
     if updates == 1 and is_comparable and (config.objective.old_logprobs == "trainer" or is_exact):
-        others = " and ".join(entry.name for entry in METHODS.values() if entry.differs_at_ratio_one)
+        others = ", ".join(entry.name for entry in METHODS.values() if entry.differs_at_ratio_one)
         warnings.append(
             "clipping never has an effect: with one update per batch the ratio is always 1, and all methods but "
             f"{others} give the same run; use --set optim.updates=4 or more to compare methods"

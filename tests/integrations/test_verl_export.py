@@ -81,7 +81,7 @@ def test_the_table_of_verls_keys_has_verls_defaults(compose):
     assert {key: value for key, value in found.items() if value != rows[key]["default"]} == {}
 
 
-METHODS = "band-chi2 band-kl-relaxed cispo clip clip-higher dppo-kl dppo-tv gmpo gspo none sapo"
+METHODS = "atr band-chi2 band-kl-relaxed cispo clip clip-higher dppo-kl dppo-tv gmpo gspo none sapo"
 """Files of the methods that verl computes equally; clip-cov and kl-cov choose other tokens."""
 
 

@@ -155,7 +155,7 @@ def test_the_model_belongs_to_the_task() -> None:
         config = resolve([{"task": {"name": task}, "model": {"path": model}}])
         trained = {"calculator": "countdown", "countdown": "calculator"}[task]
         with pytest.raises(
-            ConfigError, match=f"trained on {trained} only; give another --model or --task {trained}$"
+            ConfigError, match=f"trained on {trained} only; add --model MODEL, .*, or take --task {trained}$"
         ):
             check_model_and_task(config, "--task")
 

@@ -216,8 +216,8 @@ def waiting(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, **opti
     sampler, step = recording.components.sampler, recording.components.optimizer.step
     assert isinstance(sampler, WaitingSampler)
 
-    def note() -> float:
-        norm = step()
+    def note(*arguments: Any) -> float:
+        norm = step(*arguments)
         sampler.updated.set()
         return norm
 
@@ -251,7 +251,7 @@ def test_an_error_of_an_update_closes_the_engine_that_samples_ahead(
     recording = waiting(tmp_path, small_model, monkeypatch)
     cancelled: list[bool] = []
 
-    def fail() -> float:
+    def fail(*_: Any) -> float:
         raise RunError("no update")
 
     recording.components.optimizer.step = fail  # type: ignore[method-assign]
