@@ -238,7 +238,12 @@ def extreme_settings(config: RunConfig) -> Iterator[str]:
             limit = f"below {least:g}" if value < least else f"above {most:g}"
             yield f"{key} = {value:g} is extreme, {limit}: {reason}"
     bounds, method = config.bounds, METHODS[config.bounds.method]
-    if method.control or method.without_bounds or isinstance(bounds, CustomSettings):
+    if (
+        method.control
+        or method.without_bounds
+        or isinstance(bounds, CustomSettings)
+        or bounds == bounds.published()
+    ):
         return
     usual, chosen = (settings.ratio_bounds()(np.log([0.5])) for settings in (bounds.published(), bounds))
     low, high = (float(end[0]) for end in chosen)

@@ -20,10 +20,9 @@ from bandpo_cli.config.layers import (
     CHOSEN_AT_START,
     Settings,
     as_layers,
-    flatten,
+    copy_values,
     resolve,
     to_yaml,
-    with_values,
 )
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import exits_as_errors, user_code
@@ -183,8 +182,7 @@ def start_run(
         return events, config, None
     changeable = CHANGEABLE_SETTINGS if plan.is_resume else None
     loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable, on_estimate)
-    values = flatten(loaded.model_dump(mode="json"))
-    config = with_values(config, {key: values[key] for key in CHOSEN_AT_START})
+    config = copy_values(config, loaded, CHOSEN_AT_START)
     check_same_on_all(components.ranks, to_yaml(config), str(plan.step))
     load_state(plan, config, components)
     return events, config, components
