@@ -232,7 +232,6 @@ def is_custom_grader(name: str) -> bool:
 
 ENVIRONMENT_GRADER = "environment"
 _ANSWERS, _VERL = "bandpo_cli.grading.answers", "bandpo_cli.grading.verl_graders"
-
 GRADERS = Registry("grader", [
     GraderEntry("math", "equality of mathematical expressions", f"{_ANSWERS}:grade_math",
                 worker="bandpo_cli.grading.symbolic:is_equal"),

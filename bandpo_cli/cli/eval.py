@@ -50,17 +50,8 @@ _OF_SAMPLING = {
     "--nproc",
 }  # fmt: skip
 _OF_RESUME = {
-    *(
-        "--resume",
-        "--format",
-        "--runs-dir",
-        "--tracking-uri",
-        "--mlflow",
-        "--no-mlflow",
-        "--nproc",
-        "--stall-after",
-    )
-}
+    "--resume", "--format", "--runs-dir", "--tracking-uri", "--mlflow", "--no-mlflow", "--nproc", "--stall-after",
+}  # fmt: skip
 """The options without effect where stored completions are scored, and the options with an effect in a resume."""
 
 _TASK_HELP = f"{opt.tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable."

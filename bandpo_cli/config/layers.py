@@ -204,8 +204,9 @@ CHOSEN_AT_START = (
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return the settings with other values, given by dotted setting. Raises ConfigError if a value is not valid."""
-    if all(attrgetter(key)(config) == value for key, value in values.items()):
-        return config
+    with suppress(AttributeError):  # an unknown setting
+        if all(attrgetter(key)(config) == value for key, value in values.items()):
+            return config
     return resolve([config, values])
 
 

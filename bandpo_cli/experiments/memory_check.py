@@ -146,13 +146,14 @@ def check_memory(
         log.info("%s", error)
         return config
     # The rank with the least memory chooses for all.
-    estimated, estimate = min(estimates, key=lambda pair: pair[1].device.usable)
+    usable = [estimate.device.usable for _, estimate in estimates]
+    estimated, estimate = estimates[usable.index(min(usable))]
     is_reported = estimate.device.on_gpu or estimate.chosen or not estimate.fits
     if on_estimate is None and ranks.is_main and is_reported:
         log.log(logging.INFO if estimate.fits else logging.WARNING, "%s", line(estimated, estimate))
     fractions = [rank.memory_fraction for _, rank in estimates if rank.memory_fraction is not None]
     share = {"sampling.vllm.memory_fraction": min(fractions)} if fractions else {}
-    return with_values(config, {**estimate.chosen, **share})
+    return with_values(config, chosen) if (chosen := {**estimate.chosen, **share}) else config
 
 
 def describe_memory(estimate: MemoryEstimate) -> str:

@@ -34,7 +34,6 @@ _AMPLE_SHARE = 0.95  # Largest share of that which an update may take by values 
 _MIN_PASS_TOKENS = 8192  # Gradient checkpointing comes before smaller micro-batches. Not measured on a GPU.
 _FLOAT32 = 4
 _COPY = "copy for a checkpoint"
-
 Bytes = dict[str, int]
 """Number of bytes by component."""
 
@@ -151,7 +150,7 @@ def estimate_memory(
     config = with_dtype(config, device.on_gpu)
     model = build_on_meta_device(config.model)
     for chosen in _choices(config, model, device.on_gpu, training):
-        run = _Run(with_values(config, chosen), model, ranks, device.on_gpu, training)
+        run = _Run(with_values(config, chosen) if chosen else config, model, ranks, device.on_gpu, training)
         estimate = _estimate(run, device, engine_device)
         if estimate.is_ample:
             break
@@ -171,13 +170,14 @@ def _choices(
     config: RunConfig, model: PreTrainedModel, on_gpu: bool, training: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield values for the settings that are `auto`: the fastest ones first, those that need least memory last."""
-    sampling, sizes = config.sampling, [config.optim.pass_tokens, *smaller_passes(config)]
-    large = [size for size in sizes if size >= _MIN_PASS_TOKENS] or sizes[:1]
+    sampling = config.sampling
     has_vllm = on_gpu and not ENGINES[resolve_engine(sampling.engine, on_gpu)].shares_weights
     values: dict[str, list[Any]] = {}
     if training and config.model.gradient_checkpointing == "auto":
         values["model.gradient_checkpointing"] = [False, True] if checkpointed_layers(model) else [False]
     if training and config.optim.micro_batch_tokens == "auto":
+        sizes = [config.optim.pass_tokens, *smaller_passes(config)]
+        large = [size for size in sizes if size >= _MIN_PASS_TOKENS] or sizes[:1]
         values["optim.micro_batch_tokens"] = large
     if has_vllm and not sampling.max_lag and sampling.vllm.sleep == "auto":
         values["sampling.vllm.sleep"] = [False, True]
