@@ -152,8 +152,8 @@ def check_memory(
     if on_estimate is None and ranks.is_main and is_reported:
         log.log(logging.INFO if estimate.fits else logging.WARNING, "%s", line(estimated, estimate))
     fractions = [rank.memory_fraction for _, rank in estimates if rank.memory_fraction is not None]
-    share = {"sampling.vllm.memory_fraction": min(fractions)} if fractions else {}
-    return with_values(config, chosen) if (chosen := {**estimate.chosen, **share}) else config
+    chosen = {**estimate.chosen, **({"sampling.vllm.memory_fraction": min(fractions)} if fractions else {})}
+    return with_values(config, chosen) if chosen else config
 
 
 def describe_memory(estimate: MemoryEstimate) -> str:
