@@ -110,7 +110,7 @@ class SignalExit(SystemExit):
 
 
 class EngineMemoryError(MemoryError):
-    """The engine process of a rank (`sampling.max_lag`) has run out of memory."""
+    """The engine process of a rank (`sampling.engine_process`) has run out of memory."""
 
 
 def is_received(error: BaseException | None) -> bool:

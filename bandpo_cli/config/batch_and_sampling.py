@@ -37,8 +37,8 @@ class VllmConfig(Section):
 
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of the GPU's memory for the engine's weights and cache; the trainer uses the same GPU, unless
-    `sampling.max_lag` gives the engine one of its own. null: what a full batch needs, and at most what the trainer
-    leaves by the estimate; a run writes the share that it used into its config.yaml. Ignored on a CPU."""
+    an engine process has a GPU of its own. null: what a full batch needs, and at most what the trainer leaves by the
+    estimate; a run writes the share that it used into its config.yaml. Ignored on a CPU."""
     kv_cache_gb: Positive = 2.0
     """Size of the key-value cache on a CPU, GiB. Ignored on a GPU."""
     tensor_parallel: PositiveInt = 1
@@ -47,7 +47,7 @@ class VllmConfig(Section):
     """Run without CUDA graphs and compilation: faster to start, slower to sample."""
     sleep: Literal[True, False, "auto"] = True
     """Free the engine's GPU memory while the trainer updates. `auto`, the default of tasks for language models, is
-    false where an update fits beside an engine with room for all its sequences. No effect with `sampling.max_lag`."""
+    false where an update fits beside an engine with room for all its sequences. No effect with an engine process."""
     prefix_caching: bool = True
     """Compute each prompt once for all its completions."""
 
@@ -77,24 +77,31 @@ class SamplingConfig(Section):
     from further prompts."""
     dynamic_batches: PositiveInt = 10
     """With `dynamic`: maximum number of batches sampled for one step; the step then uses the groups it has."""
-    max_lag: Annotated[int, Field(ge=0, le=1)] = 0
-    """Steps by which the weights that sample a batch may be older than those that train on it. With 1 a process of the
-    engine samples the batch of the next step while the trainer updates; the importance correction is on."""
+    max_lag: NonNegativeInt = 0
+    """Steps by which the weights that sample a batch are older than those that its step starts from; fewer in the first
+    steps, whose batches the initial weights sample. Above 0 the importance correction is on."""
+    engine_process: Literal[True, False, "auto"] = "auto"
+    """Run the engine in a separate process, which with `max_lag` samples while the trainer updates. false samples in
+    the trainer's process, before the updates. `auto` is true with `max_lag`."""
     weight_transfer: Literal["host", "cuda-ipc"] = "host"
-    """Path of the weights to the engine process (`max_lag`): memory of the host, or a buffer on the trainer's GPU that
-    both processes map. `cuda-ipc` needs a GPU that both can see; no GPU has run it yet."""
+    """Path of the weights to the engine process: memory of the host, or a buffer on the trainer's GPU that both
+    processes map. `cuda-ipc` needs a GPU that both can see; no GPU has run it yet."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     """Truncated sampling is refused for training: the ratio needs the full distribution."""
     vllm: VllmConfig = VllmConfig()
 
+    @property
+    def has_process(self) -> bool:
+        """Whether the engine runs in a separate process."""
+        return self.max_lag > 0 if self.engine_process == "auto" else self.engine_process
+
     @model_validator(mode="after")
     def _check_engine_and_distribution(self) -> Self:
         require(
-            not self.max_lag or self.vllm.tensor_parallel == 1,
-            f"max_lag = {self.max_lag}: the engine process of a rank has one GPU, so vllm.tensor_parallel = "
-            f"{self.vllm.tensor_parallel} must be 1",
+            not self.has_process or self.vllm.tensor_parallel == 1,
+            "the engine process of a rank has one GPU: set vllm.tensor_parallel to 1, or engine_process to false",
         )
         for name, untruncated in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
             value = getattr(self, name)
@@ -130,8 +137,8 @@ class GradingConfig(Section):
     coin: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Probability of the reward 1 by the grader `random`, for each completion on its own."""
     while_sampling: bool = False
-    """Grade completions of a step while vLLM samples the others; no effect with `sampling.max_lag`, which grades in the
-    background in any case. Reward functions that take lists get those of fewer problems at a time."""
+    """Grade completions of a step while vLLM samples the others; no effect where an engine process samples ahead, which
+    grades in the background in any case. Reward functions that take lists get those of fewer problems at a time."""
 
 
 def _check_grader(name: str) -> str:
@@ -262,19 +269,17 @@ def is_installed(package: str | None) -> bool:
     return package is None or (spec is not None and spec.origin is not None)
 
 
-def check_engine(engine: str, device: str, max_lag: int = 0) -> None:
+def check_engine(engine: str, device: str, has_process: bool = False) -> None:
     """Raise ConfigError if the package of an engine is not installed, or the engine cannot use the policy's GPU
     or the system.
 
-    vLLM in the trainer's process always runs on the first visible GPU. A process of its own (`max_lag`) chooses one.
+    vLLM in the trainer's process always runs on the first visible GPU. An engine process chooses one.
     """
-    if max_lag and not hasattr(os, "memfd_create"):
-        raise ConfigError(
-            f"sampling.max_lag = {max_lag}: the engine process needs Linux; set sampling.max_lag=0"
-        )
+    if has_process and not hasattr(os, "memfd_create"):
+        raise ConfigError("the engine process needs Linux; set sampling.engine_process=false")
     kind, _, card = device.partition(":")
     name = resolve_engine(engine, on_gpu=kind == "cuda")
-    if not ENGINES[name].shares_weights and card.isdecimal() and int(card) > 0 and not max_lag:
+    if not ENGINES[name].shares_weights and card.isdecimal() and int(card) > 0 and not has_process:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         chosen = visible[int(card)] if int(card) < len(visible) else card
         raise ConfigError(
@@ -333,7 +338,7 @@ def resolve_engine(engine: str, on_gpu: bool) -> str:
 
 
 def engine_cards(card: int, ranks: int, cards: int) -> list[int]:
-    """Return the number of the GPU on which the engine process of each rank runs (`sampling.max_lag`).
+    """Return the number of the GPU on which the engine process of each rank runs.
 
     They are GPUs that train nothing if there is one, of all `cards`, for the engine of every rank, else the GPUs of the
     ranks. A single rank may choose its `card` (`model.device`); several ranks use the first ones.
@@ -348,13 +353,13 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 reads."""
 
 
-def use_expandable_segments(max_lag: int) -> None:
+def use_expandable_segments(has_process: bool) -> None:
     """Make torch's GPU allocator grow its segments, unless the environment has settings for it.
 
     Trainer and engine release and take their memory in turn, which leaves segments that are too small for the next
     large tensor. torch reads the variable at its first allocation on a GPU. vLLM turns the setting off for the memory
     that its sleep mode releases (since 0.20.1, `use_memory_pool` in its cumem.py). An engine process
-    (`sampling.max_lag`) does not sleep.
+    does not sleep.
     """
-    if not max_lag and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+    if not has_process and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
         os.environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"

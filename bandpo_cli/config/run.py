@@ -183,7 +183,8 @@ class ObjectiveConfig(Section):
     """Leave completions without an end token out of the loss and its normalisation (DAPO's over-long filtering). Their
     rewards still count in the advantages of their group."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """The source of log π_old in the ratio: recomputed by the trainer, or as reported by the sampler."""
+    """The source of log π_old in the ratio: recomputed by the trainer, or as reported by the sampler. With
+    `sampling.max_lag` the trainer's are those of the weights that the step starts from, the sampler's of older ones."""
     importance: ImportanceRules = "token-truncate"
     """Where the sampler's log-probs are not the trainer's (another engine, or 16-bit weights) and `old_logprobs` are
     the trainer's: the weight of each token's loss. It is w = π_old/π_sampler of the token, or its geometric mean over
@@ -353,9 +354,9 @@ class RunConfig(Section):
             "with objective.old_logprobs = 'sampler'; set it to 'trainer'",
         )
         require(
-            not lag or (objective.old_logprobs == "trainer" and objective.importance_cap is not None),
+            not lag or objective.old_logprobs == "sampler" or objective.importance_cap is not None,
             f"sampling.max_lag = {lag}: completions are samples of older weights, which the importance correction "
-            "accounts for; set objective.old_logprobs to 'trainer', and objective.importance_cap, such as 2.0",
+            "accounts for; set objective.importance_cap, such as 2.0, or objective.old_logprobs to 'sampler'",
         )
         buffer, most = self.reward.overlong_buffer, self.sampling.max_tokens
         least = self.reward.wrong - (self.reward.overlong_penalty if buffer else 0.0)

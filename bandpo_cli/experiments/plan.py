@@ -56,7 +56,8 @@ from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.mlflow_store import is_redacted, tracking_store
 
 CHANGEABLE_SETTINGS = (
-    *WITHOUT_EFFECT, "optim.max_skips", "sampling.vllm.kv_cache_gb", "sampling.weight_transfer", "sampling.vllm.sleep"
+    *WITHOUT_EFFECT, "optim.max_skips", "sampling.vllm.kv_cache_gb", "sampling.weight_transfer", "sampling.vllm.sleep",
+    "sampling.engine_process",
 )  # fmt: skip
 """Settings and complete sections that a resume may change: those without effect on the record, and limits that a run
 may have to change to continue after an error. `steps` may change too, under conditions."""
@@ -70,7 +71,7 @@ _OF_THE_PROBLEMS = ("model.", "task.", "sampling.", "evaluation.")
 """Sections that the problems of a run and of its evaluations depend on."""
 
 _OF_THE_BATCH = ("seed", "model.", "task.", "sampling.", "grading.", "reward.", "optim.updates")
-"""Settings and sections that a batch depends on which the parent has sampled ahead, and its number of updates."""
+"""Settings and sections that the batches depend on which the parent has sampled ahead, and their number of updates."""
 
 RESOLVED = "resolved"
 """The entry of env.json with what settings such as `auto` resolved to."""
@@ -82,8 +83,8 @@ _RESTORE = "restore the file from a copy, or start a new run"
 class Fork:
     """The checkpoint of another run, the parent, that a new run continues; its progress is as the new run counts it.
 
-    With `keeps_batch` the new run trains on the batch that the parent has sampled ahead, if there is one. `changes` has
-    the settings that differ: the values of the parent and of the fork.
+    With `keeps_batch` the new run trains on the batches that the parent has sampled ahead. `changes` has the settings
+    that differ: the values of the parent and of the fork.
     """
 
     run: RunFolder
@@ -202,7 +203,7 @@ def plan_fork(
     same_problems = not any(key.startswith(_OF_THE_PROBLEMS) for key in with_effect)
     progress = point.progress
     checkpoint = point.run.checkpoint_dir(progress.step)
-    # The problems of a batch that is dropped come again.
+    # The problems of batches that are dropped come again.
     begin = None if keeps_batch else checkpoints.position_before_batch(checkpoint)
     progress = replace(
         progress,

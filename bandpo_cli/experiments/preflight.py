@@ -135,7 +135,7 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
     path, revision = config.model.path, config.model.revision
     if revision is not None and (path in BUNDLED_MODELS or path_exists(user_path(path))):
         raise ConfigError(f"model.revision = {revision!r}: model.path = {path!r} is a folder; leave it out")
-    check_engine(config.sampling.engine, config.model.device, config.sampling.max_lag)
+    check_engine(config.sampling.engine, config.model.device, config.sampling.has_process)
     return config, load_task(config)
 
 
@@ -262,7 +262,8 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
     updates, last = config.optim.updates, config.steps
     # Before torch is imported it is not known whether there is a GPU, where the dtype `auto` is bfloat16.
     dtype = dtype_on(config.model.dtype, on_gpu=config.model.device != "cpu")
-    is_exact = engine is not None and engine.shares_weights and dtype == "float32"
+    lag = config.sampling.max_lag
+    is_exact = engine is not None and engine.shares_weights and dtype == "float32" and not lag
     # The ratio is 1 in every update if log π_old is as the trainer computes it.
     is_comparable = not method.control and method.name in METHODS  # a custom loss may differ at ratio 1
     if updates == 1 and is_comparable and (config.objective.old_logprobs == "trainer" or is_exact):
@@ -270,6 +271,10 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
         warnings.append(
             "clipping never has an effect: with one update per batch the ratio is always 1, and all methods but "
             f"{others} give the same run; use --set optim.updates=4 or more to compare methods"
+        )
+    if 0 < last <= lag:
+        warnings.append(
+            f"sampling.max_lag = {lag}: with steps = {last} the initial weights sample every batch"
         )
     if config.optim.warmup_steps >= last * updates:
         counts = f"the warm-up is {config.optim.warmup_steps} updates, the run {last * updates}"

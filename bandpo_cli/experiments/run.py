@@ -226,7 +226,7 @@ def start_process(
     as the dtype that `auto` is (`CHOSEN_AT_START`).
     """
     events.phase("load")
-    use_expandable_segments(config.sampling.max_lag)
+    use_expandable_segments(config.sampling.has_process)
     from bandpo_cli.models.load import deterministic_kernels, with_resolved_dtype
 
     config = with_resolved_dtype(config)

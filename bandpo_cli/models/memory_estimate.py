@@ -72,7 +72,7 @@ class MemoryEstimate:
         update: additional memory of one forward and backward pass, and the gradients, which are dropped after it.
         reduction: with several ranks, additional memory at the end of a backward pass, in place of `update`.
         sampling: additional memory of sampling, or of sending the weights to another engine.
-        engine_gpu: held on `engine_device`, the GPU of the engine process (`sampling.max_lag`) where it has one of its
+        engine_gpu: held on `engine_device`, the GPU of the engine process where it has one of its
             own.
         vllm: bytes of the vLLM engine, also part of a phase; 0 without one.
         vllm_minimum: the fewest bytes with which that engine can sample the completions of one prompt.
@@ -141,7 +141,7 @@ def estimate_memory(
     Args:
         device: the device of the trainer, which need not exist here; each rank has such a device.
         ranks: number of ranks; with more than one the model is sharded.
-        engine_device: with `sampling.max_lag`, the GPU of the engine process if it is not the trainer's.
+        engine_device: the GPU of the engine process if there is one and it is not the trainer's.
         training: False for an evaluation, which has a complete model on each rank and no updates.
 
     Raises:
@@ -179,7 +179,7 @@ def _choices(
         sizes = [config.optim.pass_tokens, *smaller_passes(config)]
         large = [size for size in sizes if size >= _MIN_PASS_TOKENS] or sizes[:1]
         values["optim.micro_batch_tokens"] = large
-    if has_vllm and not sampling.max_lag and sampling.vllm.sleep == "auto":
+    if has_vllm and not sampling.has_process and sampling.vllm.sleep == "auto":
         values["sampling.vllm.sleep"] = [False, True]
     for combination in product(*values.values()):
         yield dict(zip(values, combination, strict=True))
@@ -198,13 +198,13 @@ def _estimate(run: "_Run", device: Device, engine_device: Device | None) -> Memo
         gradients = {"gradients": _FLOAT32 * run.trained_stored}
         update, reduction = gradients | run.pass_bytes() | backward, gradients | reduction
     vllm, minimum, fraction, is_limited = 0, 0, None, False
-    lag = training and config.sampling.max_lag > 0
+    has_process = training and config.sampling.has_process
     if run.shares_weights:
         held = run.generation_bytes()
-        process = {"weights of the engine process": run.weights} | held if lag else {}
-        sampling = sampling if lag else held | gathered
+        process = {"weights of the engine process": run.weights} | held if has_process else {}
+        sampling = sampling if has_process else held | gathered
     else:
-        sleeps = device.on_gpu and config.sampling.vllm.sleep and not lag
+        sleeps = device.on_gpu and config.sampling.vllm.sleep and not has_process
         if sleeps:
             update["vLLM while it sleeps"] = reduction["vLLM while it sleeps"] = SLEEPING_ENGINE_BYTES
         beside = _peak(always, sampling) if sleeps else _peak(always, sampling, update, reduction)

@@ -1,8 +1,7 @@
-"""Sampling in a separate process, at the same time as the trainer's updates (`sampling.max_lag`).
+"""Sampling in a separate process (`sampling.engine_process`), with a lag at the same time as the trainer's updates.
 
 Each rank has one process, with the ordinary engine of the settings. At every sync the trainer writes the weights,
-tensor by tensor, to memory that the process reads. The engine samples while the trainer updates, so it never sleeps
-(`sampling.vllm.sleep` has no effect).
+tensor by tensor, to memory that the process reads. The engine never sleeps (`sampling.vllm.sleep` has no effect).
 """
 
 import logging
@@ -76,6 +75,7 @@ class EngineProcess(Sampler):
         self._child: ChildProcess | None = None
         self._trainer_threads = torch.get_num_threads()
         self._entry = ENGINES[resolve_engine(config.sampling.engine, policy.device.type == "cuda")]
+        self.computes_as_trainer = self._entry.shares_weights
         self.streams = not self._entry.shares_weights
         checked = None if self._entry.shares_weights else policy
         self.check = SyncCheck(checked, config.sampling.max_prompt_tokens + config.sampling.max_tokens)
@@ -227,7 +227,7 @@ class EngineProcess(Sampler):
                     self._child.kill()
                 end = self._child.describe_end(self._output)
                 self._error = self._error or (
-                    f"the engine process {end}; a new run with sampling.max_lag=0 samples in the trainer's "
+                    f"the engine process {end}; sampling.engine_process=false samples in the trainer's "
                     "process, which needs less memory"
                 )
                 raise RunError(self._error) from None

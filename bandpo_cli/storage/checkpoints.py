@@ -32,8 +32,8 @@ from bandpo_cli.storage.run_folder import RunFolder
 TRAINER = "trainer"
 STATE = f"{TRAINER}/state.json"
 ROLLOUTS = f"{TRAINER}/ahead/rollouts.safetensors"
-"""The batch of the next step, where it is sampled ahead (`sampling.max_lag`); not in the folder of the optimizer state,
-of which several ranks read all safetensors files."""
+"""The batches that are sampled ahead (`sampling.max_lag`); not in the folder of the optimizer state, of which several
+ranks read all safetensors files."""
 OPTIMIZER = f"{TRAINER}/optimizer.safetensors"
 SHARDS = f"{TRAINER}/optimizer"
 """Folder of the optimizer state that several ranks have written, in place of the file."""
@@ -214,19 +214,19 @@ def prune_checkpoints(run: RunFolder, config: CheckpointConfig) -> None:
 
 
 def position_before_batch(checkpoint: Path) -> int | None:
-    """Return the position in the training problems at which the batch of the next step begins; None without one."""
+    """Return the position in the training problems at which the first batch sampled ahead begins; None without one."""
     from safetensors import safe_open
 
     if not (checkpoint / ROLLOUTS).exists():
         return None
     with safe_open(checkpoint / ROLLOUTS, "np") as file:
-        return int(json.loads(file.metadata()["rollouts"])["position"])
+        return int(json.loads(file.metadata()["rollouts"])["batches"][0]["position"])
 
 
 def copy_checkpoint(source: Path, target: Path, progress: Progress, with_rollouts: bool) -> None:
     """Write the checkpoint `source` as the checkpoint `target` of another run, whose progress is `progress`.
 
-    The files are hard links if possible. The batch of the next step is left out unless `with_rollouts`.
+    The files are hard links if possible. The batches sampled ahead are left out unless `with_rollouts`.
     """
     hidden, state = hidden_folder(target, "writing"), _read_state(source)[0]
     left_out = [Path(STATE).name, *([] if with_rollouts else [Path(ROLLOUTS).parent.name])]

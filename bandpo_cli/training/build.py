@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -49,7 +50,7 @@ class Components(SamplingSetup):
         sampler: the sampling engine, with the policy's weights.
         params: sampling parameters of training.
         problems_digest: hash of the problems of `stream` and `heldout`.
-        ahead: the batch of the next step, where it was sampled before the present step has ended (`sampling.max_lag`).
+        ahead: the batches of the next steps that are sampled and not trained on yet (`sampling.max_lag`), in order.
     """
 
     reference: Policy | None
@@ -60,7 +61,7 @@ class Components(SamplingSetup):
     params: SamplingParams
     problems_digest: str
     ranks: Ranks
-    ahead: SampledGroups | None = None
+    ahead: deque[SampledGroups] = field(default_factory=deque)
 
     def progress(self, step: int) -> Progress:
         """Return the progress of the run after `step`."""
@@ -73,11 +74,11 @@ class Components(SamplingSetup):
         )
 
     def resume_from(
-        self, checkpoint: Path, progress: Progress | None = None, with_batch: bool = True
+        self, checkpoint: Path, progress: Progress | None = None, with_batches: bool = True
     ) -> Progress:
         """Load the state of a checkpoint; the reference stays the initial policy.
 
-        A fork has its own `progress`, and may leave out the batch that was sampled ahead.
+        A fork has its own `progress`, and may leave out the batches that were sampled ahead.
 
         Raises:
             UserError: the checkpoint is damaged or belongs to another model, or the problems are not those of the run.
@@ -90,18 +91,20 @@ class Components(SamplingSetup):
                 "restore the original data, or start a new run"
             )
         self.stream.position = progress.position
-        if with_batch:
+        if with_batches:
             self.ranks.agree(partial(self._read_ahead, checkpoint, progress.step))
         self.sampler.sync(self.policy.model, progress.updates)
         return progress
 
     def _read_ahead(self, checkpoint: Path, step: int) -> None:
-        """Load the batch of the step after `step`, if the checkpoint has it."""
+        """Load the batches of the steps after `step` that the checkpoint has."""
         if (path := checkpoint / ROLLOUTS).exists():
             with reading_errors(checkpoint):
-                self.ahead = read_sampled(path, self.stream, self.encoder, self.policy.tokenizer)
-                if self.ahead.step != step + 1:
-                    raise ValueError(f"{ROLLOUTS} holds step {self.ahead.step}")
+                self.ahead = deque(read_sampled(path, self.stream, self.encoder, self.policy.tokenizer))
+                if (steps := [batch.step for batch in self.ahead]) != [
+                    *range(step + 1, step + 1 + len(steps))
+                ]:
+                    raise ValueError(f"{ROLLOUTS} holds steps {steps}")
 
     def close(self) -> None:
         """Shut down the sampling engine and the grading processes.
@@ -128,7 +131,9 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     reference = load_reference(policy, config.model) if config.objective.reference_kl > 0 else None
     sampling = config.sampling
     limits = sampling.samples, sampling.temperature, sampling.max_tokens, setup.stop_ids
-    sampler: Sampler = EngineProcess(config, policy) if sampling.max_lag else build_sampler(config, policy)
+    sampler: Sampler = (
+        EngineProcess(config, policy) if sampling.has_process else build_sampler(config, policy)
+    )
     try:
         return Components(
             **vars(setup),

@@ -17,7 +17,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,19 +65,19 @@ class TrainedState:
     Attributes:
         weights: what `weights_to_save` returns, with several ranks on rank 0 only; tied weights share their memory.
         optimizer: what `Optimizer.state` returns.
-        ahead: the batch of the next step, where it was sampled ahead.
+        ahead: the batches that are sampled ahead.
     """
 
     weights: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, torch.Tensor]
     progress: checkpoints.Progress
-    ahead: SampledGroups | None = None
+    ahead: Sequence[SampledGroups] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the checkpoint's tensors, of sharded ones those of all ranks; tied weights count once."""
         distinct = {weight.data_ptr(): weight for weight in self.weights.values()}
-        ahead = 0 if self.ahead is None else 12 * self.ahead.tokens + 128 * len(self.ahead.completions)
+        ahead = sum(12 * batch.tokens + 128 * len(batch.completions) for batch in self.ahead)
         return ahead + sum(item.nbytes for item in (*distinct.values(), *self.optimizer.values()))
 
 
@@ -127,7 +127,7 @@ def write_checkpoint(
         (hidden / checkpoints.TRAINER).mkdir(parents=True)
         save_policy(policy, hidden, state.weights)
         check()
-        if state.ahead is not None:
+        if state.ahead:
             (hidden / checkpoints.ROLLOUTS).parent.mkdir()
             write_sampled(hidden / checkpoints.ROLLOUTS, state.ahead)
         if ranks.size == 1:
@@ -333,7 +333,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         self.wait()
         components, policy = self._components, self._components.policy
         weights, optimizer = weights_to_save(policy.model, self._ranks), components.optimizer.state()
-        state = TrainedState(weights, optimizer, components.progress(step), components.ahead)
+        state = TrainedState(weights, optimizer, components.progress(step), (*components.ahead,))
         check_savable(policy, state, self._folder.checkpoint_dir(step))
         self._pending = self._copied(state) if step < self._config.steps else None
         if self._pending is None:

@@ -6,7 +6,7 @@ the steps without the loop depending on them.
 
 Several ranks each run this loop. A rank samples and grades its share of the problems and runs its share of the tokens
 through the model; everything in between is computed from the groups of all ranks, and rank 0 writes the run folder.
-With `sampling.max_lag: 1` the rollouts of the next step are sampled while a step is trained (`rollout_batches`).
+With `sampling.max_lag` the rollouts of a later step are sampled before or while a step is trained (`rollout_batches`).
 
 Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group.
 """
@@ -97,7 +97,7 @@ def train(
             lag = optimizer.update - rollouts.version
             work.note_memory()
             released = components.sampler.sleep()
-            batches.start(step + 1)  # only with sampling.max_lag
+            batches.start(step)  # only with an engine process and sampling.max_lag
             with timer.phase("logprobs"):
                 # → advantages → token batches → old log-probs → bounds
                 advantages_PG = step_advantages(config, rollouts.groups)
@@ -123,7 +123,7 @@ def train(
                 record |= work.metrics(timer, rollouts, updates.trained, totals, released)
                 last = step if config.stop.budget_reached(record) else config.steps
                 if config.sampling.max_lag:
-                    record["sampler/lag"] = float(lag)
+                    record |= {"sampler/lag": float(lag), "sampler/lag_steps": float(rollouts.age)}
                 if is_main:
                     folder.write_samples(step, rollouts.sampled)
                     if updates.trained and config.evaluation.is_due(step, last):

@@ -1,13 +1,14 @@
-"""Batches of graded rollouts: sampling for the current step, or in a thread for the next step.
+"""Batches of graded rollouts: sampling for the current step, and for the `sampling.max_lag` steps after it.
 
-With `sampling.max_lag: 1` the order of a step is: take the batch that was sampled during the step before; start the
-next one with the weights that the engine has, those after the step before; update; wait for the batch that is being
-sampled; send the new weights to the engine. The first batch of a run is sampled in place. Each of several ranks has
-such a thread, and each gets the groups of all ranks.
+Batches that are sampled ahead wait in a queue, `Components.ahead`. Step s begins with the weights after step s - 1,
+which sample the batch of step s + max_lag; the first step of a run also samples those before it. Then the step trains
+on its own batch, the oldest of the queue. The trainer's process samples before the update. With an engine process a
+thread samples during the update; then the engine gets the new weights. Each of several ranks has such a thread, and
+each gets the groups of all ranks.
 
-A checkpoint has the batch that was sampled ahead: it is from the weights before those of the checkpoint, and cannot be
-sampled again. Its file has what sampling and grading gave; problems and prompts follow from their place in the stream,
-texts from the tokens.
+A checkpoint has the queue: its batches are from earlier weights than those of the checkpoint, and cannot be sampled
+again. Its file has what sampling and grading gave; problems and prompts follow from their place in the stream, texts
+from the tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,7 +54,9 @@ if TYPE_CHECKING:
     from bandpo_cli.training.build import Components
 
 _PER_TOKEN = ("token_ids", "logprobs", "entropies")
-"""Values of a `Completion` per token, each a tensor in the file of a batch."""
+"""Values of a `Completion` per token, each a tensor in the file of the queue."""
+_PER_BATCH = ("step", "version", "age", "position")
+"""The first fields of `SampledGroups`, which the file of the queue has."""
 
 STOP_S = 10.0
 """Longest wait for the thread after an error, in seconds: where another rank has ended, its exchange may never end."""
@@ -101,6 +105,7 @@ class SampledGroups:
 
     Attributes:
         version: number of optimizer updates of the weights that sampled them.
+        age: number of steps between these weights and those that the step starts from.
         position: place of their first problem in the stream of training problems.
         seconds: the time that sampling took; 0 after a resume, for which it is not stored.
         groups: the groups that the step trains on, `sampling.prompts` of them.
@@ -109,6 +114,7 @@ class SampledGroups:
 
     step: int
     version: int
+    age: int
     position: int
     seconds: float
     groups: Sequence[Group]
@@ -135,8 +141,9 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
     def __init__(self, config: RunConfig, components: Components) -> None:
         """All ranks must call this together."""
         self._config, self._components = config, components
-        self._is_ahead = config.sampling.max_lag > 0
-        self._thread_ranks = components.ranks.for_thread() if self._is_ahead else components.ranks
+        self._lag = config.sampling.max_lag
+        self._in_thread = self._lag > 0 and config.sampling.has_process
+        self._thread_ranks = components.ranks.for_thread() if self._in_thread else components.ranks
         self._call: BackgroundCall | None = None
         self._failures: Counter[str] = Counter()
 
@@ -151,17 +158,18 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
             self._call.join(STOP_S)
 
     def take(self, step: int, timer: StepTimer) -> SampledGroups:
-        """Return the batch of a step: the one that was sampled ahead, or one that is sampled now.
+        """Return the batch of a step, sampled ahead or now; without a thread, sample the batches ahead of it, too.
 
         Raises:
             StaleEngineError: the engine has other weights than those of the last update.
             GraderFailedError: every answer of a batch is a grader error; see `training_grader`.
         """
-        ahead, self._components.ahead = self._components.ahead, None
-        if ahead is not None:
-            assert ahead.step == step, "batches are taken in the order of the steps"
-            return ahead
-        return self._sample(step, self._components.optimizer.update, timer, self._components.ranks)
+        components = self._components
+        missing = self._missing(step, step if self._in_thread else step + self._lag)
+        self._sample_missing(missing, step, components.optimizer.update, timer, components.ranks)
+        batch = components.ahead.popleft()
+        assert batch.step == step, "batches are taken in the order of the steps"
+        return batch
 
     def take_part(self, step: int, start: int, count: int, timer: StepTimer) -> list[Group]:
         """Return `count` groups of a step from prompt number `start` on, with the random numbers of `take`."""
@@ -170,20 +178,17 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         return self._sample_batch(seed, optimizer.update, timer, ranks, count)
 
     def start(self, step: int) -> None:
-        """Start sampling the batch of a step in a thread; do nothing without `sampling.max_lag` and after the last."""
-        if not self._is_ahead or step > self._config.steps:
+        """Start sampling ahead of a step, whose batch is taken, in a thread; do nothing without an engine process."""
+        if not self._in_thread or not (missing := self._missing(step + 1, step + self._lag)):
             return
         version = self._components.optimizer.update  # read here: it grows while the thread runs
         timer = StepTimer()  # callbacks are called from the thread that trains
-
-        def sample() -> None:
-            self._components.ahead = self._sample(step, version, timer, self._thread_ranks)
-
-        self._call = BackgroundCall("rollouts", sample, daemon=True)
+        about = missing, step, version, timer, self._thread_ranks
+        self._call = BackgroundCall("rollouts", partial(self._sample_missing, *about), daemon=True)
         self._call.start()
 
     def wait(self, timer: StepTimer) -> None:
-        """Wait until the batch that was started is sampled and graded; it is then in `Components.ahead`.
+        """Wait until the batches that were started are sampled and graded; they are then in `Components.ahead`.
 
         Raises:
             Exception: what sampling or grading raised; see `take`.
@@ -195,13 +200,26 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         self._call = None
         call.finish()
 
-    def _sample(self, step: int, version: int, timer: StepTimer, ranks: Ranks) -> SampledGroups:
+    def _missing(self, first: int, last: int) -> range:
+        """Return those of the steps from `first` to `last`, or to that of the run, that the queue has no batch of."""
+        ahead = self._components.ahead
+        first = max(first, ahead[-1].step + 1) if ahead else first
+        return range(first, min(last, self._config.steps) + 1)
+
+    def _sample_missing(
+        self, missing: range, step: int, version: int, timer: StepTimer, ranks: Ranks
+    ) -> None:
+        """Add the batches of the steps `missing` to the queue, sampled by the weights that `step` starts from."""
+        for number in missing:
+            self._components.ahead.append(self._sample(number, number - step, version, timer, ranks))
+
+    def _sample(self, step: int, age: int, version: int, timer: StepTimer, ranks: Ranks) -> SampledGroups:
         """Sample and grade the rollouts of a step; `version` is the number of updates of the engine's weights.
 
         One batch of `sampling.prompts` groups; with dynamic sampling as many batches as it takes until that many groups
-        have rewards that differ, at most `sampling.dynamic_batches`. `timer` has measured no other sampling before.
+        have rewards that differ, at most `sampling.dynamic_batches`.
         """
-        config, position = self._config, self._components.stream.position
+        config, position, before = self._config, self._components.stream.position, timer.seconds("sample")
         wanted, dynamic = config.sampling.prompts, config.sampling.dynamic
         sampled: list[Group] = []
         for batch in range(config.sampling.dynamic_batches if dynamic else 1):
@@ -210,7 +228,8 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
             if not dynamic or sum(map(has_reward_spread, sampled)) >= wanted:
                 break
         groups = select_groups(sampled, wanted, config.optim.updates) if dynamic else sampled
-        return SampledGroups(step, version, position, timer.seconds("sample"), groups, sampled)
+        seconds = timer.seconds("sample") - before
+        return SampledGroups(step, version, age, position, seconds, groups, sampled)
 
     def _sample_batch(
         self, seed: int, version: int, timer: StepTimer, ranks: Ranks, count: int
@@ -238,7 +257,7 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
                 parts: Iterable[tuple[int, Sequence[EncodedPrompt]]] = [(0, prompts)]
                 # An engine process grades in the background in any case. The transformers engine does not stream:
                 # smaller calls would change the last bits of its log-probs.
-                streams = components.sampler.streams and not self._is_ahead
+                streams = components.sampler.streams and not self._in_thread
                 if config.grading.while_sampling and streams:
                     grading = background_grading(components.grader.begin, components.grader.cancel)
                     submit, early = stack.enter_context(grading), [[] for _ in rewards or [None]]
@@ -289,24 +308,26 @@ def select_groups(sampled: Sequence[Group], wanted: int, updates: int) -> list[G
     return ordered
 
 
-def write_sampled(path: Path, batch: SampledGroups) -> None:
-    """Write a batch as a safetensors file: a tensor per value of the tokens, the rest as JSON in its metadata."""
-    completions = batch.completions
+def write_sampled(path: Path, batches: Sequence[SampledGroups]) -> None:
+    """Write batches as a safetensors file: a tensor per value of the tokens, the rest as JSON in its metadata."""
+    completions = [completion for batch in batches for completion in batch.completions]
     tensors = {
         name: np.concatenate([getattr(completion, name) for completion in completions]) for name in _PER_TOKEN
     }
     tensors["lengths"] = np.array([len(completion.token_ids) for completion in completions], np.int32)
-    indices = {id(group): index for index, group in enumerate(batch.sampled)}
+    rollouts = [rollout for batch in batches for group in batch.sampled for rollout in group.rollouts_G]
     metadata = {
-        "step": batch.step,
-        "version": batch.version,
-        "position": batch.position,
-        "trained": [indices[id(group)] for group in batch.groups],
-        "group_sizes": [len(group.rollouts_G) for group in batch.sampled],
-        "finish_reasons": [completion.finish_reason for completion in completions],
-        "grades": [
-            [*vars(rollout.grade).values()] for group in batch.sampled for rollout in group.rollouts_G
+        "batches": [
+            {
+                **{name: getattr(batch, name) for name in _PER_BATCH},
+                "trained": [indices[id(group)] for group in batch.groups],
+                "group_sizes": [len(group.rollouts_G) for group in batch.sampled],
+            }
+            for batch in batches
+            for indices in [{id(group): index for index, group in enumerate(batch.sampled)}]
         ],
+        "finish_reasons": [completion.finish_reason for completion in completions],
+        "grades": [[*vars(rollout.grade).values()] for rollout in rollouts],
         "inserted": [completion.inserted for completion in completions],
         "conversations": [
             None if item.conversation is None else vars(item.conversation) for item in completions
@@ -317,8 +338,8 @@ def write_sampled(path: Path, batch: SampledGroups) -> None:
 
 def read_sampled(
     path: Path, stream: ProblemStream, encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase
-) -> SampledGroups:
-    """Return the batch that `write_sampled` wrote, with its problems, prompts and texts.
+) -> list[SampledGroups]:
+    """Return the batches that `write_sampled` wrote, with their problems, prompts and texts.
 
     Raises:
         OSError, ValueError, LookupError, TypeError, SafetensorError: the file is damaged.
@@ -328,28 +349,23 @@ def read_sampled(
         lengths = file.get_tensor("lengths").tolist()
         tokens, logprobs, entropies = (file.get_tensor(name).tolist() for name in _PER_TOKEN)
     spans = pairwise(accumulate(lengths, initial=0))
-    columns = (metadata[name] for name in ("finish_reasons", "inserted", "conversations"))
-    about, version = zip(spans, *columns, strict=True), metadata["version"]
-    completions = [
-        Completion(
-            tokens[start:end],
-            logprobs[start:end],
-            reason,
-            version,
-            entropies[start:end],
-            tuple(Insertion(place, tuple(ids)) for place, ids in inserted),
-            Conversation(**turns | {"messages": tuple(turns["messages"])}) if turns else None,
-        )
-        for (start, end), reason, inserted, turns in about
-    ]
-    texts = decode_completions(tokenizer, [completions])
-    grades = [Grade(*values) for values in metadata["grades"]]
-    answers = iter(completions)
-    completions_PG = [[*islice(answers, size)] for size in metadata["group_sizes"]]
-    problems = stream.take(metadata["position"], len(completions_PG))
-    # The rewards are shaped already.
-    unshaped = RewardConfig(), 0
-    sampled = graded_groups(problems, encoder.encode(problems), completions_PG, texts, grades, *unshaped)
-    groups = [sampled[index] for index in metadata["trained"]]
-    step, position = metadata["step"], metadata["position"]
-    return SampledGroups(step, version, position, 0.0, groups, sampled)
+    columns = (metadata[name] for name in ("finish_reasons", "inserted", "conversations", "grades"))
+    rows = zip(spans, *columns, strict=True)
+    batches = []
+    for about in metadata["batches"]:
+        sizes, completions, grades = about["group_sizes"], [], []
+        for (start, end), reason, inserted, turns, grade in islice(rows, sum(sizes)):
+            conversation = Conversation(**turns | {"messages": tuple(turns["messages"])}) if turns else None
+            between = tuple(Insertion(place, tuple(ids)) for place, ids in inserted)
+            values = tokens[start:end], logprobs[start:end], reason, about["version"], entropies[start:end]
+            completions.append(Completion(*values, between, conversation))
+            grades.append(Grade(*grade))
+        answers = iter(completions)
+        completions_PG = [[*islice(answers, size)] for size in sizes]
+        problems = stream.take(about["position"], len(sizes))
+        texts = decode_completions(tokenizer, [completions])
+        unshaped = RewardConfig(), 0  # the rewards are shaped already
+        sampled = graded_groups(problems, encoder.encode(problems), completions_PG, texts, grades, *unshaped)
+        groups = [sampled[index] for index in about["trained"]]
+        batches.append(SampledGroups(*(about[name] for name in _PER_BATCH), 0.0, groups, sampled))
+    return batches

@@ -71,14 +71,14 @@ def test_engine_and_trainer_are_killed_and_stopped(uninterrupted, tmp_path):
     done = end_of(process)
     assert done.code == 1, done
     assert done.err == (
-        "error: the engine process was killed by SIGKILL (as the system does when memory runs out); a new run with "
-        "sampling.max_lag=0 samples in the trainer's process, which needs less memory\n"
+        "error: the engine process was killed by SIGKILL (as the system does when memory runs out); "
+        "sampling.engine_process=false samples in the trainer's process, which needs less memory\n"
     )
     assert "resume with: bandpo train --resume a" in done.out
     assert summary(folder)["status"] == "FAILED"
     check_ended([engine], 0.0)
     refused = usage_error("train", "--resume", "a", "--set", "sampling.max_lag=0", cwd=tmp_path)
-    assert "leave out sampling.max_lag" in refused  # which the line above therefore does not advise
+    assert "leave out sampling.max_lag" in refused
 
     before = count_lines(folder)
     process = begin(tmp_path, "--resume", "a")
@@ -119,7 +119,7 @@ def test_engine_and_trainer_are_killed_and_stopped(uninterrupted, tmp_path):
     assert "resume with: bandpo train --resume a" in done.out
     check_ended(left, 0.0)
 
-    finish(tmp_path, "--resume", "a")
+    finish(tmp_path, "--resume", "a", "--set", "sampling.engine_process=false")  # as the error message says
     if stopped % EVERY:
         drop_checkpoints(folder, stopped)
     check_equal(folder, uninterrupted)

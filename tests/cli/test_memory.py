@@ -231,38 +231,41 @@ def settings_of(advice: str) -> list[str]:
     return re.findall(r"--set (\S+?)(?:,|$)", advice)
 
 
+PROCESS = "sampling.engine_process=false"
+
+
 @pytest.mark.parametrize(
     ("engine", "on_gpu", "of_the_engine"),
     [
-        ("transformers", False, ["sampling.max_lag=0", "sampling.max_sequences=512"]),
-        ("vllm", False, ["sampling.max_lag=0", "sampling.vllm.kv_cache_gb=1"]),
+        ("transformers", False, [PROCESS, "sampling.max_sequences=512"]),
+        ("vllm", False, [PROCESS, "sampling.vllm.kv_cache_gb=1"]),
         (
             "vllm",
             True,
-            ["sampling.max_lag=0", "sampling.vllm.sleep=true", "sampling.vllm.memory_fraction=0.3"],
+            [PROCESS, "sampling.vllm.sleep=true", "sampling.vllm.memory_fraction=0.3"],
         ),
     ],
 )
-def test_less_memory_without_a_lag(engine, on_gpu, of_the_engine):
-    """Not where the engine has a GPU to itself: without a lag it would be on that of the trainer."""
+def test_less_memory_without_an_engine_process(engine, on_gpu, of_the_engine):
+    """Not where the engine has a GPU to itself: without a process it would be on that of the trainer."""
     config = lag_of_1(engine=engine, vllm={"sleep": False, "memory_fraction": 0.6})
     found = [f"{key}={value}" for key, value in memory_savings(config, on_gpu)]
-    names = ("sampling.max_lag", "sampling.vllm", "sampling.max_seq")
+    names = ("sampling.engine_process", "sampling.vllm", "sampling.max_seq")
     assert [item for item in found if item.startswith(names)] == of_the_engine
     resolve([config.model_dump(mode="json"), read_assignments(found)])
     apart = [f"{key}={value}" for key, value in memory_savings(config, on_gpu, engine_has_gpu=True)]
-    assert apart == [item for item in found if item not in ("sampling.max_lag=0", "sampling.vllm.sleep=true")]
-    assert "sampling.max_lag" not in dict(memory_savings(config, on_gpu, training=False))
-    assert "sampling.max_lag" not in dict(memory_savings(without_lag(config), on_gpu))
+    assert apart == [item for item in found if item not in (PROCESS, "sampling.vllm.sleep=true")]
+    assert "sampling.engine_process" not in dict(memory_savings(config, on_gpu, training=False))
+    assert "sampling.engine_process" not in dict(memory_savings(without_lag(config), on_gpu))
 
 
 @pytest.mark.parametrize(("cards", "helps"), [(1, True), (2, False)])
 def test_out_of_memory_of_an_engine_process(gpus, cards, helps):
-    """Settings of the updates, and no lag, are advised where the trainer shares its GPU, and only there."""
+    """Settings of the updates, and no process, are advised where the trainer shares its GPU, and only there."""
     gpus += [80] * cards
     with pytest.raises(RunError) as raised, out_of_memory_errors(lag_of_1()):
         raise_cuda_error()
-    assert ("--set sampling.max_lag=0" in str(raised.value)) == helps
+    assert (f"--set {PROCESS}" in str(raised.value)) == helps
     with pytest.raises(RunError) as raised, out_of_memory_errors(lag_of_1()):
         raise portable_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."))
     assert str(raised.value).startswith("out of memory (engine process: ")

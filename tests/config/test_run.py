@@ -24,10 +24,15 @@ from bandpo_cli.errors import ConfigError
         (["evaluation.k=[4]"], "evaluation.samples=3", "evaluation.samples=4"),
         ([], "checkpoint.best_metric=time/step", "checkpoint.best_metric=train/accuracy"),
         ([], "optim.updates=3", "optim.updates=2"),
-        (["objective.old_logprobs=sampler"], "sampling.max_lag=1", "sampling.max_lag=0"),
         (["objective.importance_cap=null"], "sampling.max_lag=1", "sampling.max_lag=0"),
+        (["sampling.max_lag=1", "objective.importance_cap=null"], "objective.old_logprobs=trainer",
+         "objective.old_logprobs=sampler"),
         (["sampling.max_lag=1"], "sampling.vllm.tensor_parallel=2", "sampling.vllm.tensor_parallel=1"),
-        ([], "sampling.max_lag=2", "sampling.max_lag=1"),
+        (["sampling.max_lag=1", "sampling.vllm.tensor_parallel=2"], "sampling.engine_process=auto",
+         "sampling.engine_process=false"),
+        ([], "sampling.max_lag=1.5", "sampling.max_lag=8"),
+        ([], "sampling.max_lag=true", "sampling.max_lag=1"),
+        ([], "sampling.engine_process=1", "sampling.engine_process=true"),
         ([], "sampling.max_lag=-1", "sampling.max_lag=0"),
         ([], "model.chat_template_kwargs={a: 1}", "model.chat_template_kwargs=null"),
         (["task.name=gsm8k", "model.path=m/m", "model.prompts=raw"], "model.chat_template_kwargs.a=1",
@@ -52,11 +57,10 @@ def test_contradictory_settings_are_refused_and_their_limit_is_accepted(
     resolve([read_assignments([*others, accepted])])
 
 
-@pytest.mark.parametrize("setting", ["old_logprobs=sampler", "importance_cap=null"])
-def test_the_message_about_a_lag_names_the_setting_to_change(setting: str) -> None:
-    key = f"objective.{setting.partition('=')[0]}"
-    with pytest.raises(ConfigError, match=rf"sampling\.max_lag = 1: .*{key}"):
-        resolve([read_assignments(["sampling.max_lag=1", f"objective.{setting}"])])
+def test_the_message_about_a_lag_names_the_settings_to_change() -> None:
+    keys = "set objective.importance_cap, such as 2.0, or objective.old_logprobs to 'sampler'"
+    with pytest.raises(ConfigError, match=rf"sampling\.max_lag = 4: .*{keys}"):
+        resolve([read_assignments(["sampling.max_lag=4", "objective.importance_cap=null"])])
     assert resolve([]).sampling.max_lag == 0, "the default"
 
 
@@ -86,9 +90,11 @@ def test_k_follows_the_number_of_samples_unless_it_is_given(settings: list[str],
 
 def test_an_engine_process_is_refused_without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(ConfigError, match=r"^sampling\.max_lag = 1: the engine process needs Linux"):
-        check_engine("transformers", "cpu", max_lag=1)
-    check_engine("transformers", "cpu", max_lag=0)
+    with pytest.raises(
+        ConfigError, match=r"^the engine process needs Linux; set sampling\.engine_process=false"
+    ):
+        check_engine("transformers", "cpu", has_process=True)
+    check_engine("transformers", "cpu", has_process=False)
 
 
 def test_an_engine_over_several_gpus_with_several_ranks_is_refused() -> None:

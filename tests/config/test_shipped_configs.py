@@ -130,7 +130,8 @@ NOT_COMPUTED = {
     "sampling.vllm.kv_cache_gb": "the hardware; only on a CPU",
     "sampling.vllm.sleep": "the hardware",
     "model.head": "the hardware",
-    "sampling.weight_transfer": "the hardware; only with sampling.max_lag",
+    "sampling.engine_process": "the hardware",
+    "sampling.weight_transfer": "the hardware; only with an engine process",
     "task.heldout_fraction": "used only where task.heldout is empty",
 }
 """Settings, or complete sections, that do not decide what a run with task.heldout computes, with the reason."""

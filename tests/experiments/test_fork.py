@@ -57,7 +57,7 @@ def runs(tmp_path: Path) -> Path:
         (folder / ROLLOUTS).parent.mkdir(parents=True)
         for name in ("config.json", "model.safetensors", "trainer/optimizer.safetensors"):
             (folder / name).write_bytes(b"none")
-        batch = {"rollouts": json.dumps({"step": step + 1, "position": 4 * step})}
+        batch = {"rollouts": json.dumps({"batches": [{"position": 4 * step}, {"position": 4 * step + 2}]})}
         save_file({}, folder / ROLLOUTS, batch)
         write_trainer_state(folder, Progress(step, 2 * step, 1, 4 * step + 4, "abc"))
     return run.path.parent

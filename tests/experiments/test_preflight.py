@@ -214,6 +214,10 @@ def test_one_update_is_warned_about_where_ratios_are_one(engine, dtype, warned):
     assert ["the ratio is always 1" in warning for warning in warnings] == [True] * warned
     # With a lag, π_old is that of the step's own weights, which the engine's log-probs of older ones are not.
     assert len(warnings_of("clip", sampling={"max_lag": 1})) == 1
+    ahead = warnings_of(
+        "clip", sampling={"max_lag": 1, "engine": "transformers"}, model=model, objective=objective
+    )
+    assert not ahead, "the ratio is relative to older weights"
 
 
 @pytest.mark.parametrize(

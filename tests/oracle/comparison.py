@@ -276,8 +276,11 @@ def compare(
     loop.close()
     lines = [without_clock(record) for record in run.read_metrics()[1:]]
     records = [{key: value for key, value in line.items() if key not in TOTALS} for line in lines]
-    lags = [record.pop("sampler/lag", 0) for record in records]
-    assert lags == [0, *([config.optim.updates] * (steps - 1))] if ahead else not any(lags)
+    lags, ages = (
+        [record.pop(name, 0) for record in records] for name in ("sampler/lag", "sampler/lag_steps")
+    )
+    assert lags == [config.optim.updates * age for age in ages]
+    assert ages == [0, *([1] * (steps - 1))] if ahead else not any(ages)
     differences = _differences(records, results, gradients, components, reference, columns)
     return Case(differences, records, results, components, reference)
 

@@ -160,7 +160,7 @@ def in_a_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
 
 KILLED = (
     r"^the engine process was killed by SIGKILL \(as the system does when memory runs out\); "
-    r"a new run with sampling\.max_lag=0 samples in the trainer's process, which needs less memory$"
+    r"sampling\.engine_process=false samples in the trainer's process, which needs less memory$"
 )
 
 

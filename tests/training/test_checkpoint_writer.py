@@ -487,22 +487,22 @@ def test_every_file_is_flushed_before_the_rename(
 def test_a_full_disk_is_reported_before_anything_is_written(
     embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tied weights count once; moments, masters and the batch that was sampled ahead count too."""
+    """Tied weights count once; moments, masters and the batches that were sampled ahead count too."""
     trained = fresh(embedded, torch.bfloat16)
     update(trained, 1)
     state, folder = state_of(*trained), tmp_path / "step-000010"
     scalars = 4 * len([*trained.policy.model.parameters()])
     assert state.nbytes == 14 * trained.policy.model.num_parameters() + scalars
-    ahead = SampledGroups(5, 0, 0, 0.0, [], [])
+    ahead = SampledGroups(5, 0, 1, 0, 0.0, [], [])
     monkeypatch.setattr(SampledGroups, "tokens", 1000)
     usage = shutil.disk_usage(tmp_path)
-    for batch, size in ((None, 0), (ahead, 12 * 1000)):
+    for batches, size in (((), 0), ((ahead, ahead), 2 * 12 * 1000)):
         needed = state.nbytes + size + RESERVED_BYTES
         monkeypatch.setattr(shutil, "disk_usage", Mock(return_value=usage._replace(free=needed)))
-        check_savable(trained.policy, replace(state, ahead=batch), folder)
+        check_savable(trained.policy, replace(state, ahead=batches), folder)
         monkeypatch.setattr(shutil, "disk_usage", Mock(return_value=usage._replace(free=needed - 1)))
         with pytest.raises(RunError, match=f"step-000010: it takes {needed / 2**20:,.0f} MiB and"):
-            check_savable(trained.policy, replace(state, ahead=batch), folder)
+            check_savable(trained.policy, replace(state, ahead=batches), folder)
     assert not list(tmp_path.iterdir())
 
 

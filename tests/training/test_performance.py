@@ -104,7 +104,7 @@ def test_utilisation_and_peak_memory_of_a_card(policy: Any, monkeypatch: pytest.
         work._device, work.peak, work.flops = torch.device("cuda"), 10e12, 1e12
         work.note_memory()
         metrics = work.metrics(
-            timer, SampledGroups(1, 0, 0, 1.0, [], []), [], RunTotals([]), released=4 * 2**30
+            timer, SampledGroups(1, 0, 0, 0, 1.0, [], []), [], RunTotals([]), released=4 * 2**30
         )
     assert metrics["perf/model_flop_utilisation"] == pytest.approx(0.05)
     assert metrics["perf/peak_memory_gib"] == 3.0, "that of the updates, without the engine"

@@ -89,9 +89,17 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
-    "dynamic sampling one step ahead, adapters in bfloat16": (
+    "four steps old, in the trainer's process, with ratios relative to the older weights": (
         {
-            "sampling": {"max_lag": 1, "dynamic": True, "dynamic_batches": 2},
+            "steps": 8,
+            "sampling": {"max_lag": 4, "engine_process": False},
+            "objective": {"old_logprobs": "sampler"},
+        },
+        {},
+    ),
+    "dynamic sampling two steps ahead in an engine process, adapters in bfloat16": (
+        {
+            "sampling": {"max_lag": 2, "dynamic": True, "dynamic_batches": 2},
             "model": {"dtype": "bfloat16", "lora": {"rank": 4}},
             "optim": {"lr": 1e-3},
         },
@@ -118,7 +126,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*VARIANTS][::2])
+@pytest.mark.parametrize("name", [*VARIANTS][::3])
 def test_a_fork_without_changes_equals_an_uninterrupted_run(tmp_path: Path, name: str) -> None:
     """Bit for bit; with another method it is equal up to the step, and then not."""
     layers = [SMALL, VARIANTS[name][0], {"checkpoint": {"keep_last": None}}]
@@ -143,7 +151,7 @@ def test_a_fork_that_drops_the_batch_sampled_ahead_has_the_same_problems(
     tmp_path: Path, layer: dict[str, Any]
 ) -> None:
     """Those of each step of the uninterrupted run."""
-    settings = [SMALL, {"sampling": {"max_lag": 1}}, {"checkpoint": {"keep_last": None}}]
+    settings = [SMALL, {"sampling": {"max_lag": 2}}, {"checkpoint": {"keep_last": None}}]
     without = {"tracking": {"mlflow": False}}
     with forked_engines():
         whole = experiments.train(resolve([*settings, without]), tmp_path, "whole").folder
@@ -154,6 +162,21 @@ def test_a_fork_that_drops_the_batch_sampled_ahead_has_the_same_problems(
             pq.read_table(path / name).column("problem_id").to_pylist() for path in (whole, forked)
         )
         assert problems == uninterrupted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_an_engine_process_changes_no_number(tmp_path: Path, lag: int) -> None:
+    """In float32 its engine is the trainer's; a resume may therefore end the process."""
+    process, none = ({"sampling": {"max_lag": lag, "engine_process": value}} for value in (True, False))
+    whole, other = (RunFolder.create(tmp_path, name) for name in ("whole", "other"))
+    with forked_engines():
+        run(resolve([SMALL, process]), whole, copy_after=3)
+    run(resolve([SMALL, none]), other)
+    resumed = run(resolve([SMALL, none]), RunFolder(tmp_path / "killed"), resume=True)
+    check_equal(whole, other)
+    check_equal(whole, resumed)
+    assert [line.get("sampler/lag_steps", 0) for line in record(whole)[1:]] == [min(n, lag) for n in range(4)]
 
 
 @pytest.mark.slow

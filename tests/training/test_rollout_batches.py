@@ -1,9 +1,10 @@
-"""Rollouts one step ahead: which weights sample a batch, what trains on it, and the thread that samples."""
+"""Rollouts ahead of their step: which weights sample a batch, what trains on it, and the thread that samples."""
 
 import copy
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -18,7 +19,8 @@ from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
 from bandpo_cli.training.build import Components
-from bandpo_cli.training.rollout_batches import BackgroundCall, RolloutBatches
+from bandpo_cli.training.performance import StepTimer
+from bandpo_cli.training.rollout_batches import BackgroundCall, RolloutBatches, SampledGroups
 from bandpo_cli.types import Completion, Grade, Problem
 from tests.training.recording import (
     Recording,
@@ -37,16 +39,50 @@ AHEAD: dict[str, Any] = {"sampling": {"max_lag": 1}, "reward": {"overlong_buffer
 STEPS = range(1, 6)
 
 
-@pytest.fixture(scope="module")
-def ahead(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Recording:
+OLDER: dict[str, Any] = {"sampling": {"max_lag": 3, "engine_process": False}}
+
+
+@pytest.fixture(scope="module", params=[{}, pytest.param(OLDER, marks=pytest.mark.slow)])
+def ahead(
+    tmp_path_factory: pytest.TempPathFactory, small_model: Path, request: pytest.FixtureRequest
+) -> Recording:
     """Return a run of 5 steps of 2 updates whose sampler has a copy of the weights; tests must not change it."""
-    return run(tmp_path_factory.mktemp("ahead") / "run", small_model, AHEAD)
+    return run(tmp_path_factory.mktemp("ahead") / "run", small_model, AHEAD, request.param)
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.parametrize("lag", [0, 1, 4, 12])
+def test_the_batch_of_a_step_is_sampled_max_lag_steps_before(
+    lag: int, in_process: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every second step the queue is that of a resumed run, or of a fork that drops it."""
+    sampling = SimpleNamespace(max_lag=lag, has_process=in_process)
+    components: Any = SimpleNamespace(
+        ahead=deque(), optimizer=SimpleNamespace(update=0), ranks=SimpleNamespace(for_thread=lambda: None)
+    )
+
+    def sample(_: object, number: int, age: int, version: int, *__: object) -> SampledGroups:
+        return SampledGroups(number, version, age, 0, 0.0, [], [])
+
+    monkeypatch.setattr(RolloutBatches, "_sample", sample)
+    for step in range(1, 11):
+        if step == 7:
+            components.ahead.clear()  # the fork samples from the weights that it has
+        batches = RolloutBatches(SimpleNamespace(sampling=sampling, steps=10), components)  # type: ignore[arg-type]
+        batch = batches.take(step, StepTimer())
+        sampled_in = max(7 if step >= 7 else 1, step - lag)
+        assert (batch.step, batch.age, batch.version) == (step, step - sampled_in, 2 * (sampled_in - 1))
+        batches.start(step)
+        components.optimizer.update += 2
+        batches.wait(StepTimer())
+        assert [item.step for item in components.ahead] == [*range(step + 1, min(step + lag, 10) + 1)]
 
 
 def calls(recording: Recording) -> dict[int, SampleCall]:
-    """Return the call that sampled the batch of each step: the first step has two, the last one none."""
+    """Return the call that sampled the batch of each step: the first step has more than one, the last one none."""
     found = [call for step in STEPS for call in recording.steps[step].training]
-    assert [len(recording.steps[step].training) for step in STEPS] == [2, 1, 1, 1, 0]
+    lag = recording.config.sampling.max_lag
+    assert [len(recording.steps[step].training) for step in STEPS] == [lag + 1, *[1] * (4 - lag), *[0] * lag]
     return dict(zip(STEPS, found, strict=True))
 
 
@@ -73,9 +109,9 @@ def plain_logprobs(
     return found
 
 
-@pytest.mark.parametrize("step", [1, 4])
-def test_a_batch_is_sampled_from_the_weights_of_one_step_before(ahead: Recording, step: int) -> None:
-    before = max(1, step - 1)
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_batch_is_sampled_from_the_weights_of_max_lag_steps_before(ahead: Recording, step: int) -> None:
+    before = max(1, step - ahead.config.sampling.max_lag)
     reported = [
         value for group in groups(ahead)[step] for item in group for value in item.completion.logprobs
     ]
@@ -88,7 +124,8 @@ def test_a_batch_is_sampled_from_the_weights_of_one_step_before(ahead: Recording
         assert max(abs(one - other) for one, other in zip(reported, of_trainer, strict=True)) > 1e-2
     versions = {item.completion.policy_version for group in groups(ahead)[step] for item in group}
     assert versions == {2 * (before - 1)}
-    assert ahead.line(step)["sampler/lag"] == (0 if step == 1 else 2)
+    line = ahead.line(step)
+    assert (line["sampler/lag"], line["sampler/lag_steps"]) == (2 * (step - before), step - before)
 
 
 def test_problems_and_seeds_are_those_of_a_run_without_lag(ahead: Recording, recorded: Recording) -> None:
@@ -290,7 +327,7 @@ def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(
 ) -> None:
     resumed = prepare_run(tmp_path / "resumed", small_model, AHEAD, EVERY_STEP, uniform=uniform)
     assert resumed.components.resume_from(stopped.folder.checkpoint_dir(2)).step == 2
-    assert resumed.components.ahead is not None
+    assert [batch.step for batch in resumed.components.ahead] == [3]
     shutil.copy(stopped.folder.metrics_path, resumed.folder.metrics_path)
     resumed.folder.roll_back(2)
     execute(resumed, first=3)
@@ -335,7 +372,7 @@ def test_after_an_error_the_pool_of_tools_is_closed_while_the_thread_samples() -
         sampler=SimpleNamespace(close=lambda: events.append("sampler")),
         conversations=SimpleNamespace(pool=SimpleNamespace(close=closed.set)),
     )
-    config = SimpleNamespace(sampling=SimpleNamespace(max_lag=1))
+    config = SimpleNamespace(sampling=SimpleNamespace(max_lag=1, has_process=True))
     batches = RolloutBatches(config, components)  # type: ignore[arg-type]
     batches._call = BackgroundCall("rollouts", closed.wait, daemon=True)
     batches._call.start()

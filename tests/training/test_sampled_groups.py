@@ -1,8 +1,9 @@
-"""The groups of a step: their choice under dynamic sampling, and the file of a batch that was sampled ahead."""
+"""The groups of a step: their choice under dynamic sampling, and the file of the batches that were sampled ahead."""
 
 import math
 import struct
 import threading
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,10 @@ def batch_of(
                 ),
             )
         )
-    return SampledGroups(9, VERSION, position, 1.5, select_groups(sampled, wanted, 1), sampled)
+    return SampledGroups(9, VERSION, 2, position, 1.5, select_groups(sampled, wanted, 1), sampled)
 
 
-def read(path: Path, policy: Policy) -> SampledGroups:
+def read(path: Path, policy: Policy) -> list[SampledGroups]:
     stream, encoder = ProblemStream(PROBLEMS, seed=3), PromptEncoder(policy.tokenizer)
     return read_sampled(path, stream, encoder, policy.tokenizer)
 
@@ -81,7 +82,7 @@ def completions(draw: st.DrawFn) -> list[list[Completion]]:
 
 
 @given(completions(), st.data())
-def test_a_batch_is_read_as_it_was_written(
+def test_batches_are_read_as_they_were_written(
     tmp_path_factory: pytest.TempPathFactory,
     policy: Policy,
     drawn: list[list[Completion]],
@@ -102,9 +103,9 @@ def test_a_batch_is_read_as_it_was_written(
     position = data.draw(st.integers(0, 12))
     batch = batch_of(policy, drawn, grades, position, wanted=data.draw(st.integers(1, len(drawn))))
     path = tmp_path_factory.mktemp("sampled") / "rollouts.safetensors"
-    write_sampled(path, batch)
-    found = read(path, policy)
-    assert found == replace(batch, seconds=0.0)
+    write_sampled(path, [batch, one_batch(policy, 10)])
+    found, other = read(path, policy)
+    assert (found, other) == (replace(batch, seconds=0.0), replace(one_batch(policy, 10), seconds=0.0))
     assert [item.logprobs for item in found.completions] == [item.logprobs for item in batch.completions]
     assert all(
         struct.pack("d", one) == struct.pack("d", other)
@@ -118,11 +119,11 @@ def test_log_probs_of_engines_take_four_bytes(policy: Policy, tmp_path: Path) ->
     value = struct.unpack("f", struct.pack("f", -1 / 3))[0]
     group = [Completion((3,) * 500, (value,) * 500, "length", VERSION)] * 2
     batch = batch_of(policy, [group], [Grade(1.0, True, "correct")] * 2, 0, wanted=1)
-    write_sampled(tmp_path / "a", batch)
+    write_sampled(tmp_path / "a", [batch])
     progress = Progress(4, 8, 0, 12, "")
-    estimate = TrainedState({}, {}, progress, batch).nbytes
+    estimate = TrainedState({}, {}, progress, [batch]).nbytes
     assert 8 * 1000 < (tmp_path / "a").stat().st_size < estimate == 2 * (12 * 500 + 128)
-    assert math.isclose(read(tmp_path / "a", policy).completions[0].logprobs[0], -1 / 3, rel_tol=1e-7)
+    assert math.isclose(read(tmp_path / "a", policy)[0].completions[0].logprobs[0], -1 / 3, rel_tol=1e-7)
 
 
 def one_batch(policy: Policy, step: int) -> SampledGroups:
@@ -138,14 +139,15 @@ def test_a_thread_writes_the_batch_of_its_step(
     monkeypatch.setattr(RunFolder, "sync_metrics", lambda _: taken.wait(60))  # the first that the thread does
     trained = fresh(policy, torch.float32)
     update(trained, 1)
-    state = State(*trained, one_batch(policy, 5))
+    state = State(*trained, deque([one_batch(policy, 5)]))
     with CheckpointWriter(resolve([{"checkpoint": {"every": 1}}]), state, run) as writer:  # type: ignore[arg-type]
         writer.prepare(4)
         run.append_metrics({"step": 4})
         writer.commit()
-        state.ahead = one_batch(policy, 6)
+        state.ahead.popleft()
+        state.ahead.append(one_batch(policy, 6))
         taken.set()
-    assert read(run.checkpoint_dir(4) / ROLLOUTS, policy) == replace(one_batch(policy, 5), seconds=0.0)
+    assert read(run.checkpoint_dir(4) / ROLLOUTS, policy) == [replace(one_batch(policy, 5), seconds=0.0)]
 
 
 def group(name: str, *rewards: float) -> Group:

@@ -1,6 +1,7 @@
 """Small policies and runs for tests of checkpoints, and comparisons of what they have written."""
 
-from dataclasses import dataclass, replace
+from collections import deque
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ class State:
 
     policy: Policy
     optimizer: Optimizer
-    ahead: SampledGroups | None = None
+    ahead: deque[SampledGroups] = field(default_factory=deque)
 
     def progress(self, step: int) -> Progress:
         return replace(STEP, step=step, skipped_in_a_row=0)
