@@ -31,8 +31,6 @@ from bandpo_cli.errors import ConfigError
         (["sampling.max_lag=1", "sampling.vllm.tensor_parallel=2"], "sampling.engine_process=auto",
          "sampling.engine_process=false"),
         ([], "sampling.max_lag=1.5", "sampling.max_lag=8"),
-        ([], "sampling.max_lag=true", "sampling.max_lag=1"),
-        ([], "sampling.engine_process=1", "sampling.engine_process=true"),
         ([], "sampling.max_lag=-1", "sampling.max_lag=0"),
         ([], "model.chat_template_kwargs={a: 1}", "model.chat_template_kwargs=null"),
         (["task.name=gsm8k", "model.path=m/m", "model.prompts=raw"], "model.chat_template_kwargs.a=1",

@@ -50,13 +50,13 @@ def ahead(
     return run(tmp_path_factory.mktemp("ahead") / "run", small_model, AHEAD, request.param)
 
 
-@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.parametrize("has_process", [False, True])
 @pytest.mark.parametrize("lag", [0, 1, 4, 12])
 def test_the_batch_of_a_step_is_sampled_max_lag_steps_before(
-    lag: int, in_process: bool, monkeypatch: pytest.MonkeyPatch
+    lag: int, has_process: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After every second step the queue is that of a resumed run, or of a fork that drops it."""
-    sampling = SimpleNamespace(max_lag=lag, has_process=in_process)
+    sampling = SimpleNamespace(max_lag=lag, has_process=has_process)
     components: Any = SimpleNamespace(
         ahead=deque(), optimizer=SimpleNamespace(update=0), ranks=SimpleNamespace(for_thread=lambda: None)
     )
