@@ -176,6 +176,9 @@ class ObjectiveConfig(Section):
     """Threshold δ in nats per token: completions with a negative advantage have no policy loss where the mean of
     log μ − log π over their tokens exceeds δ, μ being the sampler's policy (DeepSeek-V3.2; TRL advises 0.5). null: no
     mask."""
+    top_entropy: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The share of an update's tokens that have a policy loss: those with the highest entropy under π_old (0.2 trains a
+    fifth of the tokens). An engine that reports no entropies (vLLM) costs a forward pass more. null: all tokens."""
     entropy_bonus: NotNegative = 0.0
     """Coefficient of the entropy of the policy's distribution at each token, at the sampling temperature, by which the
     loss is reduced; 0 for no bonus."""

@@ -144,6 +144,7 @@ def test_a_list_of_rules_applies_in_order_to_the_kept_tokens(rules, expected):
         ({"importance": [{"rule": "token-truncate", "low": 0.5}]}, r"importance\[0\] = .*no effect"),
         ({"importance": "bypass_pg_is"}, "set objective.old_logprobs to 'sampler'"),
         ({"importance": "decoupled_geo"}, "did you mean 'decoupled_geo_rs'"),
+        ({"top_entropy": 1.0}, r"objective.top_entropy = 1.0: .*less than 1"),
         ({"reference_kl_estimator": "unbiased"}, "no effect with reference_kl = 0"),
     ],
 )
