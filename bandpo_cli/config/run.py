@@ -157,7 +157,8 @@ class ObjectiveConfig(Section):
     advantages: EstimatorName = "group"
     """The advantage estimator: the reward less the mean of its group (`group`), the same divided by the standard
     deviation of all rewards of the step (`batch`) or by the mean of the group (`maxrl`), or the reward less the mean of
-    the others of its group (`rloo`); or a custom function of rewards and mask as module:function."""
+    the others of its group (`rloo`); or the sum over `task.rewards`, each of which is divided by its own deviation in
+    the group, over the deviation of the step (`gdpo`); or a custom function of rewards and mask as module:function."""
     advantage_std: bool = True
     """With `group`: divide advantages by the group's standard deviation (GRPO); false only centres them (Dr. GRPO)."""
     aggregation: Literal["seq-mean-token-mean", "token-mean", "seq-sum-norm"] = "seq-mean-token-mean"
@@ -366,6 +367,17 @@ class RunConfig(Section):
             objective.advantages != "maxrl" or least >= 0,
             f"objective.advantages = 'maxrl' divides by the mean reward of a group; rewards may be {least:g} here "
             "(reward.wrong less the over-long penalty) and must not be negative",
+        )
+        parts = [part for part in self.task.rewards or () if part.weight]
+        require(
+            objective.advantages != "gdpo" or len(parts) > 1,
+            "objective.advantages = 'gdpo' normalises several rewards separately; name two or more in task.rewards "
+            "with a weight other than 0, or take 'group'",
+        )
+        require(
+            objective.advantages != "gdpo" or not (buffer or self.sampling.dynamic),
+            "objective.advantages = 'gdpo' has no sum of rewards, which reward.overlong_buffer and sampling.dynamic "
+            "need; leave them out, and name a reward function of the length in task.rewards instead of a buffer",
         )
         require(
             buffer <= most, f"reward.overlong_buffer = {buffer} must be within sampling.max_tokens = {most}"

@@ -304,7 +304,7 @@ def differences_of(config: RunConfig) -> list[str]:
         ("bounds.method", method in ("clip-cov", "kl-cov"),
          "verl chooses the tokens by their covariance under π, not under π_old"),
         ("objective.advantages", objective.advantages not in ESTIMATORS,
-         f"verl has no such estimator (it has {' and '.join(ESTIMATORS)})"),
+         f"verl has no equal estimator (equal are {' and '.join(ESTIMATORS)})"),
         ("objective.aggregation", other_mean, f"verl's {method} has {PER_COMPLETION} only"),
         ("objective.importance_cap", corrected and method == "gmpo",
          "verl's gmpo takes the geometric mean of the importance weights over a completion"),

@@ -265,7 +265,11 @@ def prepare_updates(
     finished_PG = [[item.completion.finish_reason == "stop" for item in group.rollouts_G] for group in groups]
     has_loss_PG = torch.tensor(finished_PG) | (not objective.mask_truncated)
     advantages_PG = advantages_PG.where(has_loss_PG, 0.0)
-    needs_entropy = objective.top_entropy is not None and not _report_entropy(groups)
+    needs_entropy = objective.top_entropy is not None and not all(
+        len(item.completion.entropies) == len(item.completion.token_ids)
+        for group in groups
+        for item in group.rollouts_G
+    )
     experiences = []
     for start in range(0, len(groups), size):
         advantages, has_loss = (values[start : start + size] for values in (advantages_PG, has_loss_PG))
@@ -331,12 +335,6 @@ def active_groups(advantages_PG: torch.Tensor) -> torch.Tensor:
     return active
 
 
-def _report_entropy(groups: Sequence[Group]) -> bool:
-    """Return whether the sampler has reported the entropy at every token."""
-    completions = (rollout.completion for group in groups for rollout in group.rollouts_G)
-    return all(len(item.entropies) == len(item.token_ids) for item in completions)
-
-
 def _sampled(
     groups: Sequence[Group],
     advantages_PG: torch.Tensor,
@@ -353,7 +351,7 @@ def _sampled(
     peers = [share for group in groups for share in wrong_peers(group)]
     sampler_logprobs = device_tensor(np.concatenate([item.logprobs for item in completions]), device)
     entropy = None
-    if _report_entropy(groups):
+    if all(len(item.entropies) == len(item.token_ids) for item in completions):
         entropy = device_tensor(np.concatenate([item.entropies for item in completions]), device)
     return Experience(
         groups=groups,

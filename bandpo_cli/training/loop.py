@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from bandpo_cli.callbacks import StepReport
@@ -147,7 +148,11 @@ def step_advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
     grades_PG = [[rollout.grade for rollout in group.rollouts_G] for group in groups]
     pairs_PG = [[(grade.reward, grade.has_reward) for grade in grades] for grades in grades_PG]
     rewards_PG, has_reward_PG = torch.tensor(pairs_PG, dtype=torch.float64).unbind(dim=2)
-    return estimate_advantages(config.objective, rewards_PG, has_reward_PG.bool()).float()
+    parts = []
+    for part in config.task.rewards or ():
+        values_PG = [[grade.components.get(part.label) for grade in grades] for grades in grades_PG]
+        parts.append((part.weight, torch.from_numpy(np.array(values_PG, np.float64))))  # None becomes NaN
+    return estimate_advantages(config.objective, rewards_PG, has_reward_PG.bool(), parts).float()
 
 
 def _finish_step(
