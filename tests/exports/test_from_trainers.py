@@ -79,6 +79,8 @@ PLACES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"scale_rewards": "batch"}, {"objective.advantages": "batch"}),
     ({"scale_rewards": False}, {"objective.advantage_std": False}),
     ({"top_entropy_quantile": 0.2}, {"objective.top_entropy": 0.2}),
+    ({"use_adaptive_entropy": True, "entropy_coef_delta": 0.01},
+     {"objective.entropy_target": 0.2, "objective.entropy_bonus_step": 0.01, "objective.entropy_bonus_max": 1.0}),
     ({"reward_funcs": ["my.brief", "my.right"], "multi_objective_aggregation": "normalize_then_sum"},
      {"objective.advantages": "gdpo"}),
     ({"use_peft": True, "use_rslora": True, "lora_target_modules": "all-linear"},

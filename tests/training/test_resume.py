@@ -67,11 +67,17 @@ def run(config: RunConfig, folder: RunFolder, resume: bool = False, copy_after: 
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # 21 problems, 42 per step: each step is two epochs, and the checkpoint is exactly at a boundary.
-    "schedule, radius, reference, the boundary of an epoch; then micro-batches and gradient checkpointing": (
+    "schedule, radius, reference, entropy target, gdpo, boundary of an epoch; then gradient checkpointing": (
         {
             "seed": 3,
             "optim": {"schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.1},
-            "objective": {"reference_kl": 1e-3},
+            "objective": {
+                "reference_kl": 1e-3,
+                "advantages": "gdpo",
+                "entropy_target": 9.0,
+                "entropy_bonus_step": 0.01,
+                "entropy_bonus_max": 0.025,
+            },
             "bounds": {"delta": 0.05, "delta_end": 0.01, "delta_schedule": "linear"},
             "task": {"max_number": 4, "min_target": 8, "max_target": 8},
             "sampling": {"prompts": 42, "samples": 2},
