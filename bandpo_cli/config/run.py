@@ -39,7 +39,7 @@ from bandpo_cli.settings_validation import (
     require,
 )
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 EstimatorName = Annotated[str, AfterValidator(ADVANTAGES.check_name)]
 TrackerName = Annotated[str, AfterValidator(TRACKERS.check_name)]
 
@@ -126,9 +126,10 @@ class ModelConfig(Section):
     `embedded-calculator`, the default of the task `calculator`, the one that calls a tool."""
     revision: NotEmpty | None = None
     """The revision (branch, tag or commit) of a model on the hub; null for the latest."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto"] | Dtype = "auto"
     """The dtype of forward and backward passes; `auto` is bfloat16 on a CUDA GPU and float32 elsewhere, and a run
-    writes the one that it used into its config.yaml. With bfloat16 the optimizer keeps float32 master weights."""
+    writes the one that it used into its config.yaml. In 16 bits the optimizer keeps float32 master weights, and with
+    float16 the loss is scaled, and an update whose gradient overflows is skipped."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "auto"
     """Attention kernels; `auto` is PyTorch's own (sdpa). `varlen` is sdpa for sampling, and for training the
     FlashAttention kernels in torch, which need no padding; it needs a GPU and bfloat16."""

@@ -62,6 +62,7 @@ class Progress:
             whose settings of the problems are not those of its parent.
         entropy_coefficient, entropy_bonus: with `objective.entropy_target` the coefficient that the controller has
             reached, and that of the next step: the same, or 0.
+        loss_scale, scaled_updates: as in `Optimizer`.
     """
 
     step: int
@@ -71,6 +72,8 @@ class Progress:
     problems: str
     entropy_coefficient: float = 0.0
     entropy_bonus: float = 0.0
+    loss_scale: float = 1.0
+    scaled_updates: int = 0
 
 
 class Checkpoints(NamedTuple):

@@ -75,6 +75,8 @@ class Components(SamplingSetup):
             problems=self.problems_digest,
             entropy_coefficient=self.entropy_coefficient,
             entropy_bonus=self.entropy_bonus,
+            loss_scale=self.optimizer.loss_scale,
+            scaled_updates=self.optimizer.scaled_updates,
         )
 
     def resume_from(
@@ -192,6 +194,7 @@ def load_checkpoint(
             state = optimizer.empty_state(ranks.agree(lambda: saved_shapes(saved))[0])
             read_shards(saved, state, ranks)
         optimizer.load_state(state, progress.updates, progress.skipped_in_a_row)
+        optimizer.loss_scale, optimizer.scaled_updates = progress.loss_scale, progress.scaled_updates
     return progress
 
 

@@ -313,6 +313,7 @@ def _with_chosen(experience: Experience, share: float) -> Experience:
         columns.append(part.entropy[has_loss.repeat_interleave(part.lengths, output_size=part.tokens)])
     if not len(entropy := torch.cat(columns)):
         return experience
+    assert experience.entropy is not None
     threshold = entropy_threshold(entropy, share)
     return replace(experience, chosen=experience.entropy >= threshold, entropy_threshold=threshold)
 

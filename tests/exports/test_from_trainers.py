@@ -78,6 +78,7 @@ PLACES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"delta": 4.0, "max_grad_norm": 0}, {"objective.dual_clip": 4.0, "optim.max_grad_norm": None}),
     ({"scale_rewards": "batch"}, {"objective.advantages": "batch"}),
     ({"scale_rewards": False}, {"objective.advantage_std": False}),
+    ({"fp16": True, "bf16": False}, {"model.dtype": "float16"}),
     ({"top_entropy_quantile": 0.2}, {"objective.top_entropy": 0.2}),
     ({"use_adaptive_entropy": True, "entropy_coef_delta": 0.01},
      {"objective.entropy_target": 0.2, "objective.entropy_bonus_step": 0.01, "objective.entropy_bonus_max": 1.0}),
