@@ -1,11 +1,13 @@
 """The objective of an update: weighted losses of a method, penalty to the reference model, entropy bonus, gradients."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.methods.loss import LossBatch, PolicyLoss, log_ratio, sequence_index, sequence_sum
 
 
@@ -99,6 +101,20 @@ def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
     interpolates between two tokens.
     """
     return entropy.sort(descending=True).values[int(share * (len(entropy) - 1))]
+
+
+def next_entropy_bonus(objective: ObjectiveConfig, coefficient: float, entropy: float) -> tuple[float, float]:
+    """Return the coefficient after a step with this entropy, and that of the bonus of the next step: the same, or 0.
+
+    Source: Skywork-OR1, arXiv 2505.22312, section 4, and `EntController` in verl/trainer/ppo/core_algos.py, which has
+    no bonus where the entropy is the target itself; there the entropy is the mean of −log π_old.
+    """
+    if math.isnan(entropy):  # of no token is known
+        return coefficient, coefficient
+    is_low = entropy <= (objective.entropy_target or 0.0)
+    change = objective.entropy_bonus_step if is_low else -objective.entropy_bonus_step
+    coefficient = min(max(coefficient + change, 0.0), objective.entropy_bonus_max)
+    return coefficient, coefficient if is_low else 0.0
 
 
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:

@@ -274,7 +274,8 @@ def prepare_updates(
     for start in range(0, len(groups), size):
         advantages, has_loss = (values[start : start + size] for values in (advantages_PG, has_loss_PG))
         runs = active_groups(advantages)
-        if reference or loss.needs_all_tokens or objective.entropy_bonus or objective.drift_penalty:
+        has_bonus = objective.entropy_bonus or objective.entropy_target is not None
+        if reference or loss.needs_all_tokens or has_bonus or objective.drift_penalty:
             runs = torch.ones_like(runs)
         old = old_policy(objective, loss, sampler_is_exact, is_first=start == 0, needs_entropy=needs_entropy)
         used, others = ([*compress(groups[start : start + size], mask.tolist())] for mask in (runs, ~runs))
@@ -312,6 +313,7 @@ def _with_chosen(experience: Experience, share: float) -> Experience:
         columns.append(part.entropy[has_loss.repeat_interleave(part.lengths, output_size=part.tokens)])
     if not len(entropy := torch.cat(columns)):
         return experience
+    assert experience.entropy is not None
     threshold = entropy_threshold(entropy, share)
     return replace(experience, chosen=experience.entropy >= threshold, entropy_threshold=threshold)
 

@@ -131,6 +131,7 @@ def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
     """Return the metrics of each token at its own update; if all updates were skipped, only learning rate and skips."""
     metrics = {"optim/lr": updates.lr, "optim/skipped_updates": float(len(updates.skipped))}
+    metrics |= {} if updates.loss_scale is None else {"optim/loss_scale": updates.loss_scale}
     trained, forwards = updates.trained, updates.forwards
     if not trained:
         return metrics

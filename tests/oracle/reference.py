@@ -109,6 +109,7 @@ class ReferenceTrainer:
         self.first_moments = [torch.zeros_like(master) for master in self.masters]
         self.second_moments = [torch.zeros_like(master) for master in self.masters]
         self.updates_done = self.steps_done = 0
+        self.coefficient, self.bonus = 0.0, settings["objective"]["entropy_bonus"]
 
     def step(self, batches: Sequence[Sequence[GivenGroup]], take_gradient: Any = None) -> StepResult:
         """Apply one step to the batches of groups that dynamic sampling uses; without it, to the first batch.
@@ -132,7 +133,22 @@ class ReferenceTrainer:
         record = self._sample_metrics(sampled) | self._token_metrics(updates) | {"optim/lr": lr}
         if self._is_scheduled():
             record["bounds/delta"] = self._bounds()["delta"]
+        if self.settings["objective"]["entropy_target"]:
+            record |= {"train/entropy_coefficient": self.coefficient, "train/entropy_bonus": self.bonus}
+            self._adapt_bonus(record["train/entropy"])
         return StepResult(record, trained, [self._reward(r) for group in trained for r in group], updates)
+
+    def _adapt_bonus(self, entropy: float) -> None:
+        """Follow Skywork-OR1: the coefficient rises up to the target and falls above it, where there is no bonus."""
+        objective = self.settings["objective"]
+        if entropy > objective["entropy_target"]:
+            self.coefficient = max(0.0, self.coefficient - objective["entropy_bonus_step"])
+            self.bonus = 0.0
+        else:
+            self.coefficient = min(
+                objective["entropy_bonus_max"], self.coefficient + objective["entropy_bonus_step"]
+            )
+            self.bonus = self.coefficient
 
     def _is_graded(self, rollout: GivenRollout) -> bool:
         if rollout.verdict == "timeout":
@@ -314,12 +330,12 @@ class ReferenceTrainer:
                 for token in tokens:
                     token.is_dropped = True
             entropy = torch.zeros(length)
-            if objective["entropy_bonus"] > 0:
+            if self.bonus > 0:
                 scaled = logits / self.settings["sampling"]["temperature"]
                 entropy = torch.distributions.Categorical(logits=scaled).entropy()
             terms = [
                 token.importance * (token.has_top_entropy * loss + self._penalty(token, logprob))
-                - objective["entropy_bonus"] * token.has_top_entropy * bonus
+                - self.bonus * token.has_top_entropy * bonus
                 for token, loss, logprob, bonus in zip(tokens, losses, new, entropy, strict=True)
             ]
             if not self._has_loss(rollout):
@@ -357,7 +373,7 @@ class ReferenceTrainer:
         """
         objective = self.settings["objective"]
         needs_all = any(objective[term] > 0 for term in ("reference_kl", "entropy_bonus", "drift_penalty"))
-        needs_all |= self._bounds()["method"] == "m2po"
+        needs_all |= self._bounds()["method"] == "m2po" or objective["entropy_target"] is not None
         uniform = [not any(self._advantages(group)) and not needs_all for group in groups]
         if all(uniform):
             uniform[0] = False
