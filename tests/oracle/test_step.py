@@ -96,6 +96,12 @@ def leaves_the_interval(case: Case) -> bool:
     return learns(case) and all(r["clip/outside_fraction"] > 0.05 for r in case.records)
 
 
+def chooses_intervals(case: Case) -> bool:
+    """The first update has the interval at the start, and a later one another interval."""
+    intervals = [(update.tokens[0].lower, update.tokens[0].upper) for update in case.results[0].updates]
+    return clips_both_ways(case) and intervals[0] == (0.9, 1.02) and len({*intervals}) > 1
+
+
 def drops_completions(case: Case) -> bool:
     """The off-policy mask drops some completions with a negative advantage, and keeps some."""
     flags = {token.is_dropped for token in tokens_of(case) if token.advantage < 0 and token.importance}
@@ -223,6 +229,9 @@ VARIANTS = [
             "objective.aggregation=seq-sum-norm optim.lr=0.008", clips_both_ways),
     Variant("dgpo", "bounds.method=dgpo bounds.eps_low=0.02 bounds.eps_high=0.02 bounds.decay_low=2 sampling.prompts=8 "
             "optim.lr=0.008", leaves_the_interval),
+    Variant("bapo", "bounds.method=bapo bounds.low_start=0.9 bounds.low_end=0.95 bounds.high_start=1.02 "
+            "bounds.high_end=1.2 bounds.step=0.01 bounds.share=0.55 objective.dual_clip=null sampling.prompts=8 optim.lr=0.008 "
+            "optim.micro_batch_tokens=40", chooses_intervals),
     # terms of the loss
     Variant("off-policy mask, drift penalty, unbiased reference penalty", f"{CLIP} objective.off_policy_mask=0.02 "
             "objective.drift_penalty=0.5 objective.reference_kl=0.1 objective.reference_kl_estimator=unbiased "
