@@ -230,8 +230,8 @@ VARIANTS = [
     Variant("dgpo", "bounds.method=dgpo bounds.eps_low=0.02 bounds.eps_high=0.02 bounds.decay_low=2 sampling.prompts=8 "
             "optim.lr=0.008", leaves_the_interval),
     Variant("bapo", "bounds.method=bapo bounds.low_start=0.9 bounds.low_end=0.95 bounds.high_start=1.02 "
-            "bounds.high_end=1.2 bounds.step=0.01 bounds.share=0.55 objective.dual_clip=null sampling.prompts=8 optim.lr=0.008 "
-            "optim.micro_batch_tokens=40", chooses_intervals),
+            "bounds.high_end=1.2 bounds.step=0.01 bounds.share=0.55 objective.dual_clip=null sampling.prompts=8 "
+            "optim.lr=0.008 optim.micro_batch_tokens=40", chooses_intervals),
     # terms of the loss
     Variant("off-policy mask, drift penalty, unbiased reference penalty", f"{CLIP} objective.off_policy_mask=0.02 "
             "objective.drift_penalty=0.5 objective.reference_kl=0.1 objective.reference_kl_estimator=unbiased "
