@@ -11,12 +11,7 @@ import pandas as pd
 
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.reports.run_tables import RunTables, Score, common_sets, scores_of
-from bandpo_cli.reports.run_variants import (
-    differing_settings,
-    format_setting,
-    method_name,
-    setting_texts,
-)
+from bandpo_cli.reports.run_variants import differing_settings, format_setting, method_name, setting_texts
 from bandpo_cli.storage.sweep_folder import PLAN_FILE, SweepFolder, validated
 
 Lines = dict[str, dict[float, list[float]]]
