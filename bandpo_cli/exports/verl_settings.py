@@ -7,7 +7,6 @@ of this package are equal to; tests/integrations compares each pair. The interfa
 """
 
 import math
-from functools import reduce
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,8 +197,10 @@ def _policy_loss(config: RunConfig) -> Overrides:
     if bounds.method not in LOSSES:
         return {}
     mode = f"dppo_{bounds.divergence}" if bounds.method == "dppo" else LOSSES[bounds.method]
-    ends = {"none": (0.0, 1.0 + NEVER), "atr": getattr(bounds, "ends", ())}.get(bounds.method)
-    derived = {} if ends is None else {"bounds.eps_low": 1.0 - ends[0], "bounds.eps_high": ends[1] - 1.0}
+    derived = {}
+    if bounds.method in ("none", "atr"):
+        low, high = bounds.ends if bounds.method == "atr" else (0.0, 1.0 + NEVER)
+        derived = {"bounds.eps_low": 1.0 - low, "bounds.eps_high": high - 1.0}
     overrides: Overrides = {f"{LOSS}.loss_mode": mode}
     if mode == "band":
         overrides = {f"{LOSS}._target_": "bandpo_cli.integrations.verl.BandPolicyLossConfig", **overrides}
@@ -248,7 +249,10 @@ def overrides_of(config: RunConfig) -> Overrides:
 
 def _value(config: RunConfig, key: str) -> Any:
     """Return a setting; None for one of a section that is null."""
-    return reduce(lambda value, name: getattr(value, name, None), key.split("."), config)
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def differences_of(config: RunConfig) -> list[str]:

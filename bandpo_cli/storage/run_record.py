@@ -300,7 +300,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
         done = subprocess.run(["git", *arguments], cwd=folder, env=environment, **options)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return str(done.stdout).strip()
 
 
 def completions_path(name: str, runs_dir: Path, step: int | None = None) -> Path:

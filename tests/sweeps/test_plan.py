@@ -118,6 +118,7 @@ def test_excluded_values_are_compared_after_validation(exclude, left):
         ({"axes": {"seed": [1, 2]}}, ["put them in `seeds`"]),
         ({"seeds": []}, ["give at least one"]),
         ({"seeds": [1, 1]}, ["twice"]),
+        ({"variants": {"x" * 300: {}}}, ["give it a shorter name"]),
         ({"seeds": [-1]}, ["greater than or equal to 0"]),
     ],
 )
