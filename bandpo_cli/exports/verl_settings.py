@@ -45,16 +45,18 @@ class InFolder(str):
 def _dtype(config: RunConfig) -> Overrides:
     """Return the dtype of the engine and of forward and backward passes, which are bfloat16 where nothing is set."""
     dtype = dtype_on(config.model.dtype, on_gpu=True)
-    parts = product(("actor", "ref"), ("param_dtype", "reduce_dtype", "buffer_dtype"))
-    keys = (f"+actor_rollout_ref.{role}.fsdp_config.mixed_precision.{part}" for role, part in parts)
-    return {f"{ROLLOUT}.dtype": dtype} | ({} if dtype == "bfloat16" else dict.fromkeys(keys, "fp32"))
+    overrides: Overrides = {f"{ROLLOUT}.dtype": dtype}
+    for role, part in product(("actor", "ref"), ("param", "reduce", "buffer")) if dtype != "bfloat16" else ():
+        key = f"+actor_rollout_ref.{role}.fsdp_config.mixed_precision.{part}_dtype"
+        overrides[key] = "fp16" if (dtype, part) == ("float16", "param") else "fp32"
+    return overrides
 
 
 def _attention(config: RunConfig) -> Overrides:
     """Return verl's kernels. Packed rows (`use_remove_padding`) need FlashAttention, which has no float32."""
     kernel = config.model.attention
     if kernel == "auto":
-        is_narrow = dtype_on(config.model.dtype, on_gpu=True) == "bfloat16"
+        is_narrow = dtype_on(config.model.dtype, on_gpu=True) != "float32"
         kernel = "flash_attention_2" if is_narrow else "sdpa"
     if kernel in ("flash_attention_2", "varlen"):  # torch's varlen attention has the same kernels
         return {}
@@ -285,7 +287,7 @@ def differences_of(config: RunConfig) -> list[str]:
         ("bounds.method", method in ("clip-cov", "kl-cov"),
          "verl chooses the tokens by their covariance under π, not under π_old"),
         ("objective.advantages", objective.advantages not in ESTIMATORS,
-         f"verl has no such estimator (it has {' and '.join(ESTIMATORS)})"),
+         f"verl has no equal estimator (equal are {' and '.join(ESTIMATORS)})"),
         ("objective.aggregation", other_mean, f"verl's {method} has {PER_COMPLETION} only"),
         ("objective.importance_cap", corrected and method == "gmpo",
          "verl's gmpo takes the geometric mean of the importance weights over a completion"),
@@ -295,6 +297,8 @@ def differences_of(config: RunConfig) -> list[str]:
          "verl's penalty is k3 alone"),
         ("objective.drift_penalty", objective.drift_penalty, "verl has no such penalty"),
         ("objective.off_policy_mask", objective.off_policy_mask, "verl has no such mask"),
+        ("objective.entropy_target", objective.entropy_target, "the coefficient of verl's bonus is constant"),
+        ("objective.top_entropy", objective.top_entropy, "verl trains all tokens"),
         ("objective.mask_truncated", objective.mask_truncated, "verl trains on completions without an end token"),
         ("objective.importance", importance, importance),
         ("deterministic", config.deterministic, "the export does not set up deterministic kernels"),
