@@ -51,6 +51,7 @@ class Components(SamplingSetup):
         params: sampling parameters of training.
         problems_digest: hash of the problems of `stream` and `heldout`.
         ahead: the batches of the next steps that are sampled and not trained on yet (`sampling.max_lag`), in order.
+        entropy_coefficient, entropy_bonus: as in `Progress`.
     """
 
     reference: Policy | None
@@ -62,6 +63,8 @@ class Components(SamplingSetup):
     problems_digest: str
     ranks: Ranks
     ahead: deque[SampledGroups] = field(default_factory=deque)
+    entropy_coefficient: float = 0.0
+    entropy_bonus: float = 0.0
 
     def progress(self, step: int) -> Progress:
         """Return the progress of the run after `step`."""
@@ -71,6 +74,10 @@ class Components(SamplingSetup):
             skipped_in_a_row=self.optimizer.skipped_in_a_row,
             position=self.stream.position,
             problems=self.problems_digest,
+            entropy_coefficient=self.entropy_coefficient,
+            entropy_bonus=self.entropy_bonus,
+            loss_scale=self.optimizer.loss_scale,
+            scaled_updates=self.optimizer.scaled_updates,
         )
 
     def resume_from(
@@ -91,6 +98,7 @@ class Components(SamplingSetup):
                 "restore the original data, or start a new run"
             )
         self.stream.position = progress.position
+        self.entropy_coefficient, self.entropy_bonus = progress.entropy_coefficient, progress.entropy_bonus
         if with_batches:
             self.ranks.agree(partial(self._read_ahead, checkpoint, progress.step))
         self.sampler.sync(self.policy.model, progress.updates)
@@ -101,9 +109,8 @@ class Components(SamplingSetup):
         if (path := checkpoint / ROLLOUTS).exists():
             with reading_errors(checkpoint):
                 self.ahead = deque(read_sampled(path, self.stream, self.encoder, self.policy.tokenizer))
-                if (steps := [batch.step for batch in self.ahead]) != [
-                    *range(step + 1, step + 1 + len(steps))
-                ]:
+                steps = [batch.step for batch in self.ahead]
+                if steps != [*range(step + 1, step + 1 + len(steps))]:
                     raise ValueError(f"{ROLLOUTS} holds steps {steps}")
 
     def close(self) -> None:
@@ -191,6 +198,7 @@ def load_checkpoint(
             state = optimizer.empty_state(ranks.agree(lambda: saved_shapes(saved))[0])
             read_shards(saved, state, ranks)
         optimizer.load_state(state, progress.updates, progress.skipped_in_a_row)
+        optimizer.loss_scale, optimizer.scaled_updates = progress.loss_scale, progress.scaled_updates
     return progress
 
 
