@@ -88,11 +88,6 @@ def bare_question(text: str) -> str:
     return text
 
 
-def without_spaces(texts: Iterable[str]) -> list[str]:
-    """Return texts without spaces and without different forms of a character, which tokenizers may change."""
-    return ["".join(compatibility_form(text).split()) for text in [*texts]]
-
-
 def compatibility_form(text: str) -> str:
     """Return the NFKC form of a text in time linear in its length.
 

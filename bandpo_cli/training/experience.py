@@ -28,6 +28,7 @@ from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import (
     TokenBatch,
+    balanced_owners,
     batch_rows,
     collate,
     device_tensor,
@@ -37,7 +38,7 @@ from bandpo_cli.models.packing import (
 )
 from bandpo_cli.objective.advantages import wrong_peers
 from bandpo_cli.objective.policy_objective import AGGREGATIONS, off_policy_tokens
-from bandpo_cli.processes.ranks import Ranks, balanced_owners
+from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.types import Group
 
 
@@ -316,8 +317,8 @@ def _sampled(
     if not all(completion.token_ids for completion in completions):
         raise RunError("the sampler returned a completion without a token, not even an end token")
     device = advantages_PG.device
-    lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
     peers = [share for group in groups for share in wrong_peers(group)]
+    lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
     sampler_logprobs = device_tensor(np.concatenate([item.logprobs for item in completions]), device)
     entropy = None
     if all(len(item.entropies) == len(item.token_ids) for item in completions):
@@ -344,7 +345,7 @@ def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int)
     The ranks have about equal numbers of tokens, and equal numbers of micro-batches: some may be empty, because every
     pass through a sharded model needs all ranks.
     """
-    ranks, device, groups = policy.ranks, policy.device, experience.groups
+    ranks, device, groups = policy.ranks, experience.lengths.device, experience.groups
     prompts_P = [len(group.rollouts_G[0].prompt_ids) for group in groups]
     completions_PG = [[rollout.completion for rollout in group.rollouts_G] for group in groups]
     lengths_PG = [[len(item.marked_ids) for item in completions_G] for completions_G in completions_PG]
