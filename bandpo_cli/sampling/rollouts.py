@@ -10,7 +10,7 @@ from itertools import chain
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from bandpo_cli.config.batch_and_sampling import RewardConfig, resolve_engine
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, dtype_on
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.load import Policy, load_policy, load_tokenizer, read_config
 from bandpo_cli.models.model_files import base_config
@@ -105,7 +105,8 @@ def check_engine_settings(config: RunConfig) -> PreTrainedConfig:
         UserError: the model is a mixture of experts, which the engine does not run, its config cannot be read, or the
             engine does not sample at a temperature.
     """
-    engine = resolve_engine(config.sampling.engine, is_gpu(config.model.device))
+    on_gpu = is_gpu(config.model.device)
+    engine = resolve_engine(config.sampling.engine, on_gpu)
     for section in ("sampling", "evaluation"):
         temperature, (low, high) = getattr(config, section).temperature, ENGINES[engine].temperatures
         if temperature and not low <= temperature <= high:
@@ -113,6 +114,11 @@ def check_engine_settings(config: RunConfig) -> PreTrainedConfig:
                 f"{section}.temperature = {temperature:g}: {engine} samples at {low:g} to {high:g}, or at 0; "
                 "choose one of these, or use --sampler transformers"
             )
+    if config.sampling.vllm.float32_head and dtype_on(config.model.dtype, on_gpu) == "float32":
+        raise UserError(
+            "sampling.vllm.float32_head = True: the model is in float32, and so are its logits; leave it out, or set "
+            "model.dtype=bfloat16"
+        )
     model = read_config(base_config(config.model)[0])
     text = model.get_text_config()
     # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
