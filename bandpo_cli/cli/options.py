@@ -215,7 +215,7 @@ def print_members(context: typer.Context, tasks: list[str] | None) -> list[str] 
         if member == "list":
             from bandpo_cli.config.task import check_package
 
-            check_package(task)
+            check_package(TASKS[task])
             members = load_attribute(str(TASKS[task].members))()
             width = max(map(len, members))
             typer.echo("\n".join(f"{name:{width}}  {text}".rstrip() for name, text in members.items()))

@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress, repeat
+from itertools import compress
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from bandpo_cli.types import Group
 
 IntArray = NDArray[np.int64]
 
@@ -108,13 +106,16 @@ def balanced_owners(
     return owners_PG
 
 
-def rows_from_groups(groups: Sequence[Group], chosen_PG: Sequence[Sequence[bool]] | None = None) -> list[Row]:
-    """Return the groups' completions, or only the chosen ones, as rows with as many of a prompt as one may hold."""
+def shared_rows(
+    prompts_P: Sequence[Sequence[int]],
+    completions_PG: Sequence[Sequence[Sequence[int]]],
+    chosen_PG: Sequence[Sequence[bool]],
+) -> list[Row]:
+    """Return the chosen completions of prompts as rows, with as many of a prompt as one may hold."""
     rows = []
-    for group, chosen_G in zip(groups, chosen_PG or repeat(repeat(True)), strict=False):
-        completions = [rollout.completion.marked_ids for rollout in compress(group.rollouts_G, chosen_G)]
-        if completions:
-            rows += split_row(Row(group.rollouts_G[0].prompt_ids, completions), MAX_SHARED_ROW_TOKENS)
+    for prompt, completions_G, chosen_G in zip(prompts_P, completions_PG, chosen_PG, strict=True):
+        if chosen := [*compress(completions_G, chosen_G)]:
+            rows += split_row(Row(prompt, chosen), MAX_SHARED_ROW_TOKENS)
     return rows
 
 

@@ -48,8 +48,9 @@ def build_task(config: TaskSettings) -> Task:
 
     Files and data sets are read, and raise ConfigError, when their problems are first needed.
     """
-    check_package(config.name)
-    task: Task = load_attribute(TASKS[task_kind(config.name)].build)(config)
+    entry = TASKS[task_kind(config.name)]
+    check_package(entry)
+    task: Task = load_attribute(entry.build)(config)
     return task
 
 
