@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -84,7 +84,7 @@ class MethodSettings(TaggedSection):
 
     def published(self) -> Self:
         """Return the method with the default settings, which are those of its paper or of public code that it names."""
-        return type(self).model_construct()
+        return cast("Self", type(self).model_construct())  # type: ignore[call-arg]
 
     def source(self) -> str:
         """Return the method's paper, and which settings differ from the published ones; "" without a paper."""
