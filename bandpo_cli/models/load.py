@@ -149,6 +149,8 @@ def load_policy(
     # cuDNN builds a plan for each new shape, and lengths are always new. For the process, since the recomputation in a
     # backward pass must choose the kernel of the forward pass.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if config.compile:
+        _check_compiler(device)
     given, (config, adapter) = config, model_files.base_config(config)
     model_config = read_config(config)
     folder = Path(model_location(config))
@@ -171,10 +173,26 @@ def load_policy(
             model.disable_input_require_grads()  # only reentrant checkpointing needs inputs that require gradients
         if config.lora is not None:
             lora.add_adapters(model, config.lora, seed, location, commit)
+    if config.compile:
+        for layer in checkpointed_layers(model):
+            for name, module in layer.named_children():
+                if not name.endswith(("attn", "attention")):  # whose shapes differ in every pass
+                    module.compile(dynamic=True)
     shard(model, ranks if for_training else SINGLE, device)
     if for_training:
         check_packed_forward(model)
     return Policy(model, tokenizer, stop_ids, pad_id, commit, ranks)
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Raise UserError if torch.compile does not work on this machine, by a small function."""
+    try:
+        torch.compile(torch.nn.functional.silu)(torch.ones(2, device=device))
+    except (RuntimeError, ImportError, OSError) as error:  # a missing compiler, a failed build, an old Triton
+        needs = "Triton" if device.type == "cuda" else "a C++ compiler"
+        raise UserError(
+            f"model.compile: torch.compile, which needs {needs}, fails: {first_line(error)}"
+        ) from None
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
