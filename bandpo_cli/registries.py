@@ -127,9 +127,13 @@ DIVERGENCES = Registry("divergence", [
 
 @dataclass(frozen=True)
 class EstimatorEntry(Entry):
-    """An advantage estimator: `compute` takes rewards [P, G] and the mask `has_reward_PG`, and returns advantages."""
+    """An advantage estimator: `compute` takes rewards [P, G] and the mask `has_reward_PG`, and returns advantages.
+
+    With `by_part` it also takes the weights and values of several rewards, `parts`.
+    """
 
     compute: str
+    by_part: bool = False
 
 
 _ADVANTAGES = "bandpo_cli.objective.advantages"
@@ -140,6 +144,8 @@ ADVANTAGES = Registry("advantage estimator", [
     EstimatorEntry("maxrl", "centred and divided by the mean of the group", f"{_ADVANTAGES}:maxrl_advantages"),
     EstimatorEntry("batch", "centred by the mean of the group, divided by the deviation of the batch",
                    f"{_ADVANTAGES}:batch_advantages"),
+    EstimatorEntry("gdpo", "each of several rewards centred and divided by the deviation of the group, then summed",
+                   f"{_ADVANTAGES}:gdpo_advantages", by_part=True),
 ], "a custom function as module:function", is_function_path)
 
 

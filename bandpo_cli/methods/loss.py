@@ -60,6 +60,8 @@ class LossBatch:
         wrong_peers: [S] float32, for a correct completion the share of the other completions of its group that are not
             correct, 0 for the others; None where the completions come in no groups.
         sampler_logprobs: [N] float32, log μ(token) as the sampler reported it, nats; None for `old_logprobs`.
+        chosen: [N] bool, False for a token without policy loss and entropy bonus (`objective.top_entropy`); None if all
+            tokens have them.
     """
 
     lengths: Tensor
@@ -70,6 +72,7 @@ class LossBatch:
     ref_logprobs: Tensor | None = None
     wrong_peers: Tensor | None = None
     sampler_logprobs: Tensor | None = None
+    chosen: Tensor | None = None
 
     @property
     def sampled_logprobs(self) -> Tensor:

@@ -143,19 +143,12 @@ def plot_intervals(
     curves: list[_Curve] = []  # a colour per divergence, a dash per radius; peers are grey
     for color, name in zip(cycle(style.LINE_COLORS), divergences, strict=False):
         for dash, delta in zip(cycle(_DASHES), deltas, strict=False):
-            bounds = band_bounds(np.log(p), name, delta, max_ratio)
-            curves.append(
-                (f"{name} δ={delta:g}", bounds, {"color": color, "linestyle": dash, "linewidth": 1.9})
-            )
+            line = {"color": color, "linestyle": dash, "linewidth": 1.9}
+            curves.append((f"{name} δ={delta:g}", band_bounds(np.log(p), name, delta, max_ratio), line))
     for dash, name in zip(cycle(_DASHES[1:]), peers, strict=False):
         for number, (label, _, bounds) in enumerate(_peer_curves(name, p)):
-            line = {
-                "color": style.MUTED_COLOR,
-                "linestyle": dash,
-                "linewidth": 1.9,
-                "alpha": 1 - 0.22 * number,
-            }
-            curves.append((label, bounds, line))
+            line = {"color": style.MUTED_COLOR, "linestyle": dash, "linewidth": 1.9}
+            curves.append((label, bounds, line | {"alpha": 1 - 0.22 * number}))
     title = "Allowed ratio and probability change of a token"
     subtitle = "old probability p, new probability r·p; grey: outside the simplex"
     figure, (ratios, changes) = style.new_figure(title, subtitle, panels=2)

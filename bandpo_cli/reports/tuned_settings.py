@@ -13,12 +13,7 @@ from bandpo_cli.config.layers import flatten
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, UserError, plural
 from bandpo_cli.reports.run_tables import RunTables, Score, common_sets, scores_of
-from bandpo_cli.reports.run_variants import (
-    differing_settings,
-    format_setting,
-    method_name,
-    setting_texts,
-)
+from bandpo_cli.reports.run_variants import differing_settings, format_setting, method_name, setting_texts
 from bandpo_cli.storage.sweep_folder import PLAN_FILE, SweepFolder, validated
 
 Lines = dict[str, dict[float, list[float]]]

@@ -120,22 +120,17 @@ class ProblemStream:
     """
 
     def __init__(self, problems: Sequence[Problem], seed: int, position: int = 0) -> None:
-        """Create a stream; raise ValueError if `problems` is empty."""
-        if not problems:
-            raise ValueError("a stream needs at least one problem")
         self._problems, self._seed, self.position = problems, seed, position
         self._epoch, self._order = -1, [0]
 
     def next(self, count: int) -> list[Problem]:
-        """Return the next `count` problems and advance the position; raise the same error as `take`."""
+        """Return the next `count` problems and advance the position."""
         problems = self.take(self.position, count)
         self.position += count
         return problems
 
     def take(self, position: int, count: int) -> list[Problem]:
-        """Return the problems from `position` on, over epochs; raise ValueError for negative numbers."""
-        if position < 0 or count < 0:
-            raise ValueError(f"position {position} and count {count} must not be negative")
+        """Return the problems from `position` on, over epochs."""
         problems = []
         for index in range(position, position + count):
             epoch, offset = divmod(index, len(self._problems))

@@ -198,6 +198,9 @@ MISTAKES: dict[str, list[str]] = {
     "eval cmpare a b": ["cmpare", "compare"],
     "eval compare half half": ["no metrics by problem", "finish the evaluation first"],
     "eval compare half half --margin 0": ["--margin 0: a difference of accuracies above 0 and below 1"],
+    "report delats": ["no such folder (did you mean 'deltas'?)"],
+    "report deltas --format csv": ["--format csv: unknown; allowed: table, json"],
+    "report my-run --x metres": ["--x metres: unknown (did you mean 'tokens'?)"],
     "report my-run --margin=-0.1": ["--margin -0.1: a difference of accuracies above 0"],
     "eval compare my-run my-run": ["not evaluated in training"],
     # sync

@@ -125,6 +125,8 @@ NOT_COMPUTED = {
     "task.rewards": "used only with several graders, and task.grader is stated",
     "objective.importance": "used only with an importance_cap",
     "objective.importance_floor": "used only with an importance_cap",
+    "objective.entropy_bonus_step": "used only with an entropy_target",
+    "objective.entropy_bonus_max": "used only with an entropy_target",
     "objective.all_token_metrics": "metrics alone",
     "sampling.vllm.memory_fraction": "the hardware",
     "sampling.vllm.kv_cache_gb": "the hardware; only on a CPU",

@@ -109,11 +109,3 @@ def test_the_winner_of_distinct_answers_is_random() -> None:
     votes: Votes = [str(index) for index in range(300)]
     for k in (1, 2, 150, 300):
         assert maj_at_k(votes, [1.0] + [0.0] * 299, k) == pytest.approx(1 / 300, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("votes", "correct", "k"), [("ab", [1.0, 0.0], 0), ("ab", [1.0, 0.0], 3), ("ab", [1.0], 1)]
-)
-def test_invalid_arguments_are_refused(votes: str, correct: list[float], k: int) -> None:
-    with pytest.raises(ValueError, match=r"maj@|zip"):
-        maj_at_k(list(votes), correct, k)

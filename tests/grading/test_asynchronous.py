@@ -204,21 +204,6 @@ def test_the_example_grades_and_a_judge_that_fails_gives_no_reward(monkeypatch: 
     assert (use.graded, use.failed) == (10, 5)
 
 
-@pytest.mark.slow
-def test_64_calls_of_the_example_are_in_flight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server replies to none of them before it has all 64."""
-    barrier = threading.Barrier(64, timeout=60)
-
-    def reply(text: str) -> Reply:
-        barrier.wait()
-        return "Verdict: 5"
-
-    with JudgeServer(reply) as server, GraderPool(GradingConfig(deadline=60, retries=0)) as pool:
-        monkeypatch.setenv("JUDGE_URL", server.url)
-        grades = pool.grade([problem("examples.judge:judge")] * 64, ["4"] * 64)
-    assert {item.verdict for item in grades} == {"judge-5"}
-
-
 def test_verdicts_of_the_example() -> None:
     for reply in ("", "5", "Verdict: 10", "Verdict: 3.5", "verdict five"):
         with pytest.raises(ValueError, match="no verdict"):

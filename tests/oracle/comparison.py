@@ -311,7 +311,8 @@ def _column_difference(path: Path, result: StepResult) -> float:
     names = ("old_logprob", "ratio", "lower", "upper")
     expected = {name: [getattr(token, name) for token in tokens] for name in names}
     expected["advantage"] = [
-        0.0 if token.is_dropped or not token.importance else token.advantage for token in tokens
+        0.0 if token.is_dropped or not (token.importance and token.has_top_entropy) else token.advantage
+        for token in tokens
     ]
     return max(
         relative(*values)

@@ -3,6 +3,7 @@
 Every case also checks that it exercises its settings: two implementations that do nothing would agree too.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,16 @@ def masks_completions(case: Case) -> bool:
     return learns(case) and 4 < sum(truncated) < len(truncated) - 4
 
 
+def adapts_the_bonus(case: Case) -> bool:
+    """The coefficient rises and falls, and a step has no bonus although the coefficient is not 0."""
+    coefficients, bonuses = (
+        [r[f"train/entropy_{name}"] for r in case.records] for name in ("coefficient", "bonus")
+    )
+    changes = {(later > earlier) - (later < earlier) for earlier, later in itertools.pairwise(coefficients)}
+    skips = any(bonus == 0 < coefficient for coefficient, bonus in zip(coefficients, bonuses, strict=True))
+    return learns(case) and {1, -1} <= changes and skips and max(bonuses) > 0
+
+
 def has_graded_and_ungraded_groups(case: Case) -> bool:
     """Some groups have answers of both kinds, some have no verdict at all."""
     groups = [group for result in case.results for group in result.trained]
@@ -222,8 +233,18 @@ VARIANTS = [
     Variant("entropy bonus of another engine, truncated completions masked", "sampling.prompts=8 "
             "objective.entropy_bonus=0.1 objective.mask_truncated=true objective.reference_kl=0.05",
             masks_completions, exact_sampler=False),
+    # The entropy falls from 2.2 nats; the bonus of the second step raises it above the target.
+    Variant("entropy target", f"{KL} objective.entropy_target=2.0 objective.entropy_bonus_step=0.3 "
+            "objective.entropy_bonus_max=0.4 sampling.prompts=8 optim.lr=0.008", adapts_the_bonus, steps=4),
     Variant("truncated completions masked, token-mean", f"{KL} objective.mask_truncated=true sampling.prompts=8 "
             "objective.aggregation=token-mean optim.micro_batch_tokens=40", masks_completions),
+    Variant("the tokens of the highest entropy, of the sampler", f"{KL} objective.top_entropy=0.3 sampling.prompts=8 "
+            "objective.aggregation=token-mean", has_tokens_without_ratio),
+    Variant("the tokens of the highest entropy by the trainer, penalty, bonus and truncated completions",
+            "objective.top_entropy=0.4 objective.reference_kl=0.05 objective.entropy_bonus=0.1 sampling.prompts=8 "
+            "objective.mask_truncated=true optim.micro_batch_tokens=40", masks_completions, exact_sampler=False),
+    Variant("the tokens of the highest entropy, zero-variance groups of another engine",
+            f"{KL} objective.top_entropy=0.3 sampling.prompts=8", has_tokens_without_ratio, exact_sampler=False),
     Variant("one update, a warm-up longer than a step", "optim.updates=1 optim.warmup_steps=2",
             lambda case: case.records[0]["optim/grad_norm"] > 0.01, steps=2),
 ]
