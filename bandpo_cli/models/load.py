@@ -22,7 +22,7 @@ from bandpo_cli.config.batch_and_sampling import resolve_engine
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig, dtype_on, with_dtype
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
 from bandpo_cli.models import lora, model_files
-from bandpo_cli.models.logprobs import TILE_ATTRIBUTE, check_packed_forward
+from bandpo_cli.models.logprobs import TILE_ATTRIBUTE, check_compiler, check_packed_forward, compile_layers
 from bandpo_cli.models.model_files import loading_errors, model_error
 from bandpo_cli.models.weights import checkpointed_layers, forward_dtype, is_sharded, save_adapter, shard
 from bandpo_cli.paths import cached_commit, path_exists, user_path
@@ -150,7 +150,7 @@ def load_policy(
     # backward pass must choose the kernel of the forward pass.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if config.compile:
-        _check_compiler(device)
+        check_compiler(device)
     given, (config, adapter) = config, model_files.base_config(config)
     model_config = read_config(config)
     folder = Path(model_location(config))
@@ -174,25 +174,11 @@ def load_policy(
         if config.lora is not None:
             lora.add_adapters(model, config.lora, seed, location, commit)
     if config.compile:
-        for layer in checkpointed_layers(model):
-            for name, module in layer.named_children():
-                if not name.endswith(("attn", "attention")):  # whose shapes differ in every pass
-                    module.compile(dynamic=True)
+        compile_layers(model)
     shard(model, ranks if for_training else SINGLE, device)
     if for_training:
         check_packed_forward(model)
     return Policy(model, tokenizer, stop_ids, pad_id, commit, ranks)
-
-
-def _check_compiler(device: torch.device) -> None:
-    """Raise UserError if torch.compile does not work on this machine, by a small function."""
-    try:
-        torch.compile(torch.nn.functional.silu)(torch.ones(2, device=device))
-    except (RuntimeError, ImportError, OSError) as error:  # a missing compiler, a failed build, an old Triton
-        needs = "Triton" if device.type == "cuda" else "a C++ compiler"
-        raise UserError(
-            f"model.compile: torch.compile, which needs {needs}, fails: {first_line(error)}"
-        ) from None
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
