@@ -10,7 +10,7 @@ from itertools import chain
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from bandpo_cli.config.batch_and_sampling import RewardConfig, resolve_engine
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, dtype_on
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.load import Policy, is_on_cuda, load_policy, load_tokenizer, read_config
 from bandpo_cli.objective.advantages import shaped_rewards
@@ -109,6 +109,14 @@ def check_engine_settings(config: RunConfig) -> PreTrainedConfig:
                 f"{section}.temperature = {temperature:g}: {engine} samples at {low:g} to {high:g}, or at 0; "
                 "choose one of these, or use --sampler transformers"
             )
+    if (
+        config.sampling.vllm.float32_head
+        and dtype_on(config.model.dtype, is_on_cuda(config.model)) == "float32"
+    ):
+        raise UserError(
+            "sampling.vllm.float32_head = True: the model is in float32, and so are its logits; leave it out, or set "
+            "model.dtype=bfloat16"
+        )
     model = read_config(config.model)
     text = model.get_text_config()
     # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
