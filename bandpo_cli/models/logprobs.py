@@ -87,7 +87,6 @@ def _token_logprobs(
     return linear_logprobs(predicting, head.weight, head.bias, batch.targets, *options)
 
 
-@torch.no_grad()
 def check_compiler(device: torch.device) -> None:
     """Compile a small function. Raise UserError if torch.compile does not work on this machine."""
     try:
@@ -105,6 +104,7 @@ def compile_layers(model: PreTrainedModel) -> None:
                 module.compile(dynamic=True)
 
 
+@torch.no_grad()
 def check_packed_forward(model: PreTrainedModel) -> None:
     """Compare `token_logprobs` on packed rows with the model's own forward pass on each sequence separately.
 
