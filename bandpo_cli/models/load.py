@@ -22,7 +22,7 @@ from bandpo_cli.config.batch_and_sampling import resolve_engine
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig, dtype_on
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
 from bandpo_cli.models import lora, model_files
-from bandpo_cli.models.logprobs import TILE_ATTRIBUTE, check_packed_forward
+from bandpo_cli.models.logprobs import TILE_ATTRIBUTE, check_compiler, check_packed_forward, compile_layers
 from bandpo_cli.models.model_files import loading_errors, model_error
 from bandpo_cli.models.weights import checkpointed_layers, forward_dtype, is_sharded, save_adapter, shard
 from bandpo_cli.paths import cached_commit, path_exists, user_path
@@ -145,6 +145,8 @@ def load_policy(
     # cuDNN builds a plan for each new shape, and lengths are always new. For the process, since the recomputation in a
     # backward pass must choose the kernel of the forward pass.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if config.compile:
+        check_compiler(device)
     given, (config, adapter) = config, model_files.base_config(config)
     model_config = read_config(config) if model_config is None else model_config
     tokenizer = load_tokenizer(given) if tokenizer is None else tokenizer
@@ -167,6 +169,8 @@ def load_policy(
             model.disable_input_require_grads()  # only reentrant checkpointing needs inputs that require gradients
         if config.lora is not None:
             lora.add_adapters(model, config.lora, seed, location, commit)
+    if config.compile:
+        compile_layers(model)
     shard(model, ranks if for_training else SINGLE, device)
     if for_training:
         check_packed_forward(model)
