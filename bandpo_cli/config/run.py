@@ -136,6 +136,9 @@ class ModelConfig(Section):
     head: Annotated[Literal["auto"] | PositiveInt, number_or("auto")] = "auto"
     """The size of a tile of logits in MiB: log-probs of the output layer are computed tile by tile. `auto` is 32 on a
     CPU and 256 on a GPU. On a GPU `make gpu-check` compares sizes."""
+    compile: bool = False
+    """Compile the norms and the MLP of each layer with torch.compile, which fuses their elementwise operations. The
+    first passes take minutes longer. `python benchmarks/plain_passes.py --compile` measures what a machine gains."""
     gradient_checkpointing: Literal[True, False, "auto"] = False
     """Recompute activations in the backward pass: less memory, about a third more time. `auto`, the default of tasks
     for language models, is false where an update fits without it by the estimate of the memory."""
