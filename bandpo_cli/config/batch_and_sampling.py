@@ -51,6 +51,8 @@ class VllmConfig(Section):
     false where an update fits beside an engine with room for all its sequences. No effect with `sampling.max_lag`."""
     prefix_caching: bool = True
     """Compute each prompt once for all its completions."""
+    float32_head: bool = False
+    """Compute the logits in float32 with a model in 16 bits, as the trainer does (MiniMax-M1, prime-rl)."""
 
 
 class SamplingConfig(Section):

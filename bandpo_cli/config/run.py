@@ -126,7 +126,7 @@ class ModelConfig(Section):
     `embedded-calculator`, the default of the task `calculator`, the one that calls a tool."""
     revision: NotEmpty | None = None
     """The revision (branch, tag or commit) of a model on the hub; null for the latest."""
-    dtype: Literal["auto"] | Dtype = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype of forward and backward passes; `auto` is bfloat16 on a CUDA GPU and float32 elsewhere, and a run
     writes the one that it used into its config.yaml. In 16 bits the optimizer keeps float32 master weights, and with
     float16 the loss is scaled, and an update whose gradient overflows is skipped."""
@@ -136,6 +136,9 @@ class ModelConfig(Section):
     head: Annotated[Literal["auto"] | PositiveInt, number_or("auto")] = "auto"
     """The size of a tile of logits in MiB: log-probs of the output layer are computed tile by tile. `auto` is 32 on a
     CPU and 256 on a GPU. On a GPU `make gpu-check` compares sizes."""
+    compile: bool = False
+    """Compile the norms and the MLP of each layer with torch.compile, which fuses their elementwise operations. The
+    first passes take minutes longer. `python benchmarks/plain_passes.py --compile` measures what a machine gains."""
     gradient_checkpointing: Literal[True, False, "auto"] = False
     """Recompute activations in the backward pass: less memory, about a third more time. `auto`, the default of tasks
     for language models, is false where an update fits without it by the estimate of the memory."""

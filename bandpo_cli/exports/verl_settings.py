@@ -297,6 +297,8 @@ def differences_of(config: RunConfig) -> list[str]:
          "verl's penalty is k3 alone"),
         ("objective.drift_penalty", objective.drift_penalty, "verl has no such penalty"),
         ("objective.off_policy_mask", objective.off_policy_mask, "verl has no such mask"),
+        ("sampling.vllm.float32_head", config.sampling.vllm.float32_head,
+         "add actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.head_dtype=float32"),
         ("objective.entropy_target", objective.entropy_target, "the coefficient of verl's bonus is constant"),
         ("objective.top_entropy", objective.top_entropy, "verl trains all tokens"),
         ("objective.mask_truncated", objective.mask_truncated, "verl trains on completions without an end token"),

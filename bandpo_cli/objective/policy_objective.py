@@ -106,7 +106,7 @@ def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
 def next_entropy_bonus(objective: ObjectiveConfig, coefficient: float, entropy: float) -> tuple[float, float]:
     """Return the coefficient after a step with this entropy, and that of the bonus of the next step: the same, or 0.
 
-    Source: Skywork-OR1, arXiv 2505.22312, section 4, and `EntController` in verl/trainer/ppo/core_algos.py, which has
+    Source: Skywork-OR1, arXiv 2505.22312, and `EntController` in verl/trainer/ppo/core_algos.py, which has
     no bonus where the entropy is the target itself; there the entropy is the mean of −log π_old.
     """
     if math.isnan(entropy):  # of no token is known

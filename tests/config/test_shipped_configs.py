@@ -131,6 +131,7 @@ NOT_COMPUTED = {
     "sampling.vllm.memory_fraction": "the hardware",
     "sampling.vllm.kv_cache_gb": "the hardware; only on a CPU",
     "sampling.vllm.sleep": "the hardware",
+    "model.compile": "the hardware",
     "model.head": "the hardware",
     "sampling.weight_transfer": "the hardware; only with sampling.max_lag",
     "task.heldout_fraction": "used only where task.heldout is empty",

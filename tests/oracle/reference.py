@@ -126,7 +126,7 @@ class ReferenceTrainer:
         # Everything that depends on π_old alone is computed before the first update.
         updates = [Update(self._tokens_under_old_policy(part)) for part in parts]
         for index, (part, update) in enumerate(zip(parts, updates, strict=True)):
-            self._forward_backward(part, update)
+            self._forward_backward(part, update, is_first=index == 0)
             self._mark_tokens(index, part, update)
             given = update.gradient if take_gradient is None else take_gradient(index)
             lr = self._adamw(given)
@@ -302,7 +302,7 @@ class ReferenceTrainer:
         chosen = scaled[torch.arange(len(scaled)), torch.tensor(rollout.token_ids)]
         return chosen - torch.logsumexp(scaled, dim=-1)
 
-    def _forward_backward(self, groups: Sequence[GivenGroup], update: Update) -> None:
+    def _forward_backward(self, groups: Sequence[GivenGroup], update: Update, is_first: bool) -> None:
         parameters = list(self.model.parameters())
         for parameter in parameters:
             parameter.grad = None
@@ -312,6 +312,8 @@ class ReferenceTrainer:
         first = 0
         if self._bounds()["method"] == "m2po":
             self._choose(update.tokens, self._bounds()["threshold"])
+        if self._bounds()["method"] == "bapo" and not is_first:
+            self._choose_interval(groups, update.tokens)
         if objective["top_entropy"]:
             self._keep_top_entropy(groups, update.tokens, objective["top_entropy"])
         for group, rollout in [(members, rollout) for members in groups for rollout in members]:
@@ -356,6 +358,26 @@ class ReferenceTrainer:
         rest = sorted(tokens, key=lambda t: abs(t.own_logprob - t.sampler_logprob))
         while len(rest) > 1 and mean([(t.own_logprob - t.sampler_logprob) ** 2 for t in rest]) >= threshold:
             rest.pop().is_chosen = False
+
+    def _choose_interval(self, groups: Sequence[GivenGroup], tokens: Sequence[Token]) -> None:
+        """Set BAPO's interval: the first, from narrow to wide, with the share of positive tokens, or the last."""
+        bounds, new = self._bounds(), []
+        for rollout in (rollout for group in groups for rollout in group):
+            with torch.no_grad():
+                new += self._logprobs(self._logits(self.model, rollout), rollout).tolist()
+        ratios = [math.exp(logprob - token.old_logprob) for logprob, token in zip(new, tokens, strict=True)]
+        pairs = [*zip(ratios, (token.advantage for token in tokens), strict=True)]
+        lows, highs = (
+            [min(bounds[f"{end}_start"] + k * bounds["step"], bounds[f"{end}_end"]) for k in range(100)]
+            for end in ("low", "high")
+        )
+        for low, high in [*((low, highs[0]) for low in lows), *((lows[-1], high) for high in highs)]:
+            gains = math.fsum(a * min(ratio, high) for ratio, a in pairs if a > 0)
+            losses = math.fsum(-a * max(ratio, low) for ratio, a in pairs if a < 0)
+            if gains >= bounds["share"] * (gains + losses):
+                break
+        for token in tokens:
+            token.lower, token.upper = low, high
 
     def _keep_top_entropy(self, groups: Sequence[GivenGroup], tokens: Sequence[Token], share: float) -> None:
         """Mark the tokens at or above NumPy's quantile of the entropies, of completions that have a loss."""
@@ -507,7 +529,7 @@ class ReferenceTrainer:
             record["clip/outside_fraction"] = share(
                 [t for t in with_ratio if not low <= t.ratio <= high], with_ratio
             )
-        if has_interval:
+        if has_interval and self._bounds()["method"] != "bapo":
             record["clip/outside_fraction"] = share(outside, with_ratio)
         if len(entropies) < len(tokens):
             record["train/entropy_token_share"] = len(entropies) / len(tokens)
@@ -575,6 +597,8 @@ def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
     method = bounds["method"]
     if method == "none" or method in LOSSES:
         return 0.0, math.inf
+    if method == "bapo":
+        return bounds["low_start"], bounds["high_start"]
     if method in ("clip", "clip-higher"):
         return 1 - bounds["eps_low"], 1 + bounds["eps_high"]
     if method == "examples.custom_interval:log_interval":
