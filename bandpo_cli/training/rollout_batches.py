@@ -367,5 +367,6 @@ def read_sampled(
         unshaped = RewardConfig(), 0  # the rewards are shaped already
         sampled = graded_groups(problems, encoder.encode(problems), completions_PG, texts, grades, *unshaped)
         groups = [sampled[index] for index in about["trained"]]
-        batches.append(SampledGroups(*(about[name] for name in _PER_BATCH), 0.0, groups, sampled))
+        step, version, age, position = (about[name] for name in _PER_BATCH)
+        batches.append(SampledGroups(step, version, age, position, 0.0, groups, sampled))
     return batches
