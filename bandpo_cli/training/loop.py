@@ -77,7 +77,7 @@ def train(
     """
     policy, optimizer, is_main = components.policy, components.optimizer, components.ranks.is_main
     reference = None if components.reference is None else components.reference.model
-    totals = RunTotals(components.ranks.on_main(folder.read_metrics))
+    totals = RunTotals(components.ranks.on_main(folder.read_metrics) if first > 0 else [])
     # vLLM caches prompts and turns. The transformers engine has no cache between the turns of a conversation.
     has_cache = (
         config.sampling.vllm.prefix_caching if components.sampler.streams else not config.task.functions
