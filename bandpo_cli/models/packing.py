@@ -226,8 +226,14 @@ class Packing:
             blocks.append(Block(index, shape, int(group[:, 3].sum()), segments, positions))
         return tuple(blocks)
 
+    @cached_property
+    def masks(self) -> tuple[Tensor | None, ...]:
+        """The mask of each block without a window, [B or 1, 1, L, L] bool; None for plain causal attention."""
+        return tuple(block.mask(None) for block in self.blocks)
+
     def drop_masks(self) -> None:
         """Free masks, which are as large as the square of the rows; they are made again when needed."""
+        self.__dict__.pop("masks", None)
         for block in self.__dict__.get("blocks", ()):
             block.__dict__.pop("_mask_without_window", None)
 
