@@ -130,10 +130,9 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
             with status FAILED.
         LostRankError: the process of another rank has ended; a RunError.
     """
-    first = plan.first_step
     with ExitStack() as stack:
         events, config, components = start_run(plan, callbacks, stack)
-        folder = open_folder(plan, config, components, stack)
+        folder, first = open_folder(plan, config, components, stack), plan.first_step
         status: RunStatus = "FINISHED"
         stopped_by: str | None = None
         error: BaseException | None = None

@@ -261,8 +261,8 @@ def prepare_updates(
     Raises:
         RunError: a completion has no tokens.
     """
-    max_tokens, temperature, device = config.optim.pass_tokens, config.sampling.temperature, policy.device
-    objective, size = config.objective, len(groups) // config.optim.updates
+    max_tokens, temperature = config.optim.pass_tokens, config.sampling.temperature
+    device, objective, size = policy.device, config.objective, len(groups) // config.optim.updates
     finished_PG = [[item.completion.finish_reason == "stop" for item in group.rollouts_G] for group in groups]
     has_loss_PG = torch.tensor(finished_PG) | (not objective.mask_truncated)
     advantages_PG = advantages_PG.where(has_loss_PG, 0.0)
