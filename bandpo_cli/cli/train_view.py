@@ -105,13 +105,11 @@ def settings_rows(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[s
     }
     if sampling.max_lag:
         ahead = "one step ahead" if sampling.max_lag == 1 else f"{sampling.max_lag} steps ahead"
-        when = "while the trainer updates" if sampling.has_process else "before the updates of each step"
+        when = "while the trainer updates" if sampling.engine_process else "before the updates of each step"
         most = sampling.max_lag * completions * (sampling.dynamic_batches if sampling.dynamic else 1)
         tokens = most * sampling.max_tokens
         size = f"{(12 * tokens + 128 * most) / 2**20:,.1f} MiB of memory and of each checkpoint"
         rows["sampling"] = f"{ahead}, {when}; the queue has ≤ {tokens:,} tokens, about {size}"
-    elif sampling.has_process:
-        rows["sampling"] = "in an engine process, which waits while the trainer updates"
     if ranks > 1:
         fewest, more = divmod(sampling.prompts, ranks)
         share = f"{fewest} or {fewest + 1}" if more else f"{fewest}"

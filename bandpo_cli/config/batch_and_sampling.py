@@ -83,9 +83,9 @@ class SamplingConfig(Section):
     max_lag: NonNegativeInt = 0
     """Steps by which the weights that sample a batch are older than those that its step starts from; fewer in the first
     steps, whose batches the initial weights sample. Above 0 the importance correction is on."""
-    engine_process: Literal[True, False, "auto"] = "auto"
-    """Run the engine in a separate process, which with `max_lag` samples while the trainer updates. false samples in
-    the trainer's process, before the updates. `auto` is true with `max_lag`."""
+    engine_process: bool = True
+    """With `max_lag` above 0: run the engine in a separate process, which samples while the trainer updates. false: the
+    trainer's process samples the same batches before the updates. Without a lag there is no engine process."""
     weight_transfer: Literal["host", "cuda-ipc"] = "host"
     """Path of the weights to the engine process: memory of the host, or a buffer on the trainer's GPU that both
     processes map. `cuda-ipc` needs a GPU that both can see; no GPU has run it yet."""
@@ -95,15 +95,10 @@ class SamplingConfig(Section):
     """Truncated sampling is refused for training: the ratio needs the full distribution."""
     vllm: VllmConfig = VllmConfig()
 
-    @property
-    def has_process(self) -> bool:
-        """Whether the engine runs in a separate process."""
-        return self.max_lag > 0 if self.engine_process == "auto" else self.engine_process
-
     @model_validator(mode="after")
     def _check_engine_and_distribution(self) -> Self:
         require(
-            not self.has_process or self.vllm.tensor_parallel == 1,
+            not (self.max_lag and self.engine_process) or self.vllm.tensor_parallel == 1,
             "the engine process of a rank has one GPU: set vllm.tensor_parallel to 1, or engine_process to false",
         )
         for name, untruncated in (("top_p", 1), ("top_k", 0), ("min_p", 0)):

@@ -102,7 +102,7 @@ def _cards(config: RunConfig, local_ranks: int) -> tuple[int, list[int]]:
 
     index = None if config.model.device == "auto" else torch.device(config.model.device).index
     card = ranks_from_environment().local_rank if index is None else index
-    if not config.sampling.has_process:
+    if not (config.sampling.max_lag and config.sampling.engine_process):
         return card, []
     cards = engine_cards(card, local_ranks, torch.cuda.device_count())
     return card, [] if card in cards else cards
@@ -195,14 +195,20 @@ def saving_advice(
         assignments = [f"{key}={value}" for key, value in flags.items() if key != "--nproc"]
         try:
             changed = resolve([config.model_dump(mode="json"), read_assignments(assignments)])
-            engine = estimate.engine_device if changed.sampling.has_process else None
+            has_process = changed.sampling.max_lag and changed.sampling.engine_process
+            engine = estimate.engine_device if has_process else None
             ranks = int(flags.get("--nproc", estimate.ranks))
             return estimate_memory(changed, estimate.device, ranks, engine, training).fits
         except UserError:  # such as a model without layers for adapters
             return False
 
     on_gpu, gpus = estimate.device.on_gpu, 1
-    if on_gpu and training and estimate.ranks == 1 and not config.sampling.has_process:
+    if (
+        on_gpu
+        and training
+        and estimate.ranks == 1
+        and not (config.sampling.max_lag and config.sampling.engine_process)
+    ):
         import torch
 
         gpus = 1 if ":" in config.model.device else torch.cuda.device_count()
@@ -260,7 +266,7 @@ def memory_savings(
     savings += [
         (training and not model.gradient_checkpointing, "model.gradient_checkpointing", "true"),
         (dtype_on(model.dtype, on_gpu) == "float32", "model.dtype", "bfloat16"),
-        (shares_gpu and sampling.has_process, "sampling.engine_process", "false"),
+        (shares_gpu and sampling.max_lag > 0 and sampling.engine_process, "sampling.engine_process", "false"),
         (in_process, "sampling.max_sequences", f"{max(1, sampling.max_sequences // 4)}"),
         (not in_process and not on_gpu, "sampling.vllm.kv_cache_gb", f"{vllm.kv_cache_gb / 2:g}"),
         (vllm_on_gpu and shares_gpu and not vllm.sleep, "sampling.vllm.sleep", "true"),

@@ -136,7 +136,8 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
     path, revision = config.model.path, config.model.revision
     if revision is not None and (path in BUNDLED_MODELS or path_exists(user_path(path))):
         raise ConfigError(f"model.revision = {revision!r}: model.path = {path!r} is a folder; leave it out")
-    check_engine(config.sampling.engine, config.model.device, config.sampling.has_process)
+    sampling = config.sampling
+    check_engine(sampling.engine, config.model.device, sampling.max_lag > 0 and sampling.engine_process)
     return config, load_task(config)
 
 

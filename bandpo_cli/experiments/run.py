@@ -225,7 +225,7 @@ def start_process(
     as the dtype that `auto` is (`CHOSEN_AT_START`).
     """
     events.phase("load")
-    use_expandable_segments(config.sampling.has_process)
+    use_expandable_segments(config.sampling.max_lag > 0 and config.sampling.engine_process)
     from bandpo_cli.models.load import deterministic_kernels
 
     config = with_dtype(config, is_gpu(config.model.device))

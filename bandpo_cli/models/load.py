@@ -377,7 +377,8 @@ def deterministic_kernels(config: RunConfig, training: bool = True) -> Iterator[
 
 def _prepare_determinism(config: RunConfig, training: bool) -> None:
     """Set the environment variables of a GPU; raise UserError where the results would not be deterministic."""
-    on_gpu, shares = is_gpu(config.model.device), not config.sampling.has_process
+    on_gpu, sampling = is_gpu(config.model.device), config.sampling
+    shares = not (sampling.max_lag and sampling.engine_process)
     with_vllm, problem = resolve_engine(config.sampling.engine, on_gpu) == "vllm", None
     if on_gpu:
         variables = VARIABLES | ({"VLLM_BATCH_INVARIANT": "1"} if with_vllm else {})

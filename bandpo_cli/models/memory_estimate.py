@@ -174,7 +174,7 @@ def _choices(
         sizes = [config.optim.pass_tokens, *smaller_passes(config)]
         large = [size for size in sizes if size >= _MIN_PASS_TOKENS] or sizes[:1]
         values["optim.micro_batch_tokens"] = large
-    if has_vllm and not sampling.has_process and sampling.vllm.sleep == "auto":
+    if has_vllm and not (sampling.max_lag and sampling.engine_process) and sampling.vllm.sleep == "auto":
         values["sampling.vllm.sleep"] = [False, True]
     for combination in product(*values.values()):
         yield dict(zip(values, combination, strict=True))
@@ -193,7 +193,7 @@ def _estimate(run: "_Run", device: Device, engine_device: Device | None) -> Memo
         gradients = {"gradients": _FLOAT32 * run.trained_stored}
         update, reduction = gradients | run.pass_bytes() | backward, gradients | reduction
     vllm, minimum, fraction, is_limited = 0, 0, None, False
-    has_process = training and config.sampling.has_process
+    has_process = training and config.sampling.max_lag > 0 and config.sampling.engine_process
     if run.shares_weights:
         held = run.generation_bytes()
         process = {"weights of the engine process": run.weights} | held if has_process else {}

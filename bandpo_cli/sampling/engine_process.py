@@ -75,7 +75,6 @@ class EngineProcess(Sampler):
         self._child: ChildProcess | None = None
         self._trainer_threads = torch.get_num_threads()
         self._entry = ENGINES[resolve_engine(config.sampling.engine, policy.device.type == "cuda")]
-        self.computes_as_trainer = self._entry.shares_weights
         self.streams = not self._entry.shares_weights
         checked = None if self._entry.shares_weights else policy
         self.check = SyncCheck(checked, config.sampling.max_prompt_tokens + config.sampling.max_tokens)

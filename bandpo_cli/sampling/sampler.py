@@ -92,14 +92,12 @@ class Sampler(ABC):
     A training step samples (in one or more calls), then calls `sleep`, and after the update `sync`.
 
     Attributes:
-        shares_weights: the engine runs the trainer's own model.
-        computes_as_trainer: it runs a copy of the trainer's model, with the same code; see `is_exact`.
+        shares_weights: the engine runs the trainer's own model; see `is_exact` for its log-probs.
         streams: the engine samples several requests at the same time. The turns of a conversation are then requests
             of their own, and none waits for another.
     """
 
     shares_weights = False
-    computes_as_trainer = False
     streams = False
 
     @abstractmethod
@@ -193,8 +191,7 @@ def is_exact(sampler: Sampler, policy: Policy) -> bool:
     In 16 bits the trainer's own model samples from logits that are rounded to 16 bits, while the trainer computes the
     logits of packed rows in float32: the tokens are samples of a slightly different distribution.
     """
-    same_code = sampler.shares_weights or sampler.computes_as_trainer
-    return same_code and forward_dtype(policy.model) == torch.float32
+    return sampler.shares_weights and forward_dtype(policy.model) == torch.float32
 
 
 def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:

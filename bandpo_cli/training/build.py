@@ -139,7 +139,9 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     sampling = config.sampling
     limits = sampling.samples, sampling.temperature, sampling.max_tokens, setup.stop_ids
     sampler: Sampler = (
-        EngineProcess(config, policy) if sampling.has_process else build_sampler(config, policy)
+        EngineProcess(config, policy)
+        if sampling.max_lag and sampling.engine_process
+        else build_sampler(config, policy)
     )
     try:
         return Components(

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -142,7 +141,7 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         """All ranks must call this together."""
         self._config, self._components = config, components
         self._lag = config.sampling.max_lag
-        self._in_thread = self._lag > 0 and config.sampling.has_process
+        self._in_thread = self._lag > 0 and config.sampling.engine_process
         self._thread_ranks = components.ranks.for_thread() if self._in_thread else components.ranks
         self._call: BackgroundCall | None = None
         self._failures: Counter[str] = Counter()
@@ -164,10 +163,12 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
             StaleEngineError: the engine has other weights than those of the last update.
             GraderFailedError: every answer of a batch is a grader error; see `training_grader`.
         """
-        components = self._components
-        missing = self._missing(step, step if self._in_thread else step + self._lag)
-        self._sample_missing(missing, step, components.optimizer.update, timer, components.ranks)
-        batch = components.ahead.popleft()
+        components, ahead = self._components, self._components.ahead
+        last = min(step if self._in_thread else step + self._lag, self._config.steps)
+        for number in range(ahead[-1].step + 1 if ahead else step, last + 1):
+            about = number - step, components.optimizer.update, timer, components.ranks
+            ahead.append(self._sample(number, *about))
+        batch = ahead.popleft()
         assert batch.step == step, "batches are taken in the order of the steps"
         return batch
 
@@ -179,12 +180,18 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
 
     def start(self, step: int) -> None:
         """Start sampling ahead of a step, whose batch is taken, in a thread; do nothing without an engine process."""
-        if not self._in_thread or not (missing := self._missing(step + 1, step + self._lag)):
+        ahead, last = self._components.ahead, min(step + self._lag, self._config.steps)
+        missing = range(ahead[-1].step + 1 if ahead else step + 1, last + 1)
+        if not self._in_thread or not missing:
             return
         version = self._components.optimizer.update  # read here: it grows while the thread runs
         timer = StepTimer()  # callbacks are called from the thread that trains
-        about = missing, step, version, timer, self._thread_ranks
-        self._call = BackgroundCall("rollouts", partial(self._sample_missing, *about), daemon=True)
+
+        def sample() -> None:
+            for number in missing:
+                ahead.append(self._sample(number, number - step, version, timer, self._thread_ranks))
+
+        self._call = BackgroundCall("rollouts", sample, daemon=True)
         self._call.start()
 
     def wait(self, timer: StepTimer) -> None:
@@ -199,19 +206,6 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
             call.join()
         self._call = None
         call.finish()
-
-    def _missing(self, first: int, last: int) -> range:
-        """Return those of the steps from `first` to `last`, or to that of the run, that the queue has no batch of."""
-        ahead = self._components.ahead
-        first = max(first, ahead[-1].step + 1) if ahead else first
-        return range(first, min(last, self._config.steps) + 1)
-
-    def _sample_missing(
-        self, missing: range, step: int, version: int, timer: StepTimer, ranks: Ranks
-    ) -> None:
-        """Add the batches of the steps `missing` to the queue, sampled by the weights that `step` starts from."""
-        for number in missing:
-            self._components.ahead.append(self._sample(number, number - step, version, timer, ranks))
 
     def _sample(self, step: int, age: int, version: int, timer: StepTimer, ranks: Ranks) -> SampledGroups:
         """Sample and grade the rollouts of a step; `version` is the number of updates of the engine's weights.

@@ -28,7 +28,7 @@ from bandpo_cli.errors import ConfigError
         (["sampling.max_lag=1", "objective.importance_cap=null"], "objective.old_logprobs=trainer",
          "objective.old_logprobs=sampler"),
         (["sampling.max_lag=1"], "sampling.vllm.tensor_parallel=2", "sampling.vllm.tensor_parallel=1"),
-        (["sampling.max_lag=1", "sampling.vllm.tensor_parallel=2"], "sampling.engine_process=auto",
+        (["sampling.max_lag=1", "sampling.vllm.tensor_parallel=2"], "sampling.engine_process=true",
          "sampling.engine_process=false"),
         ([], "sampling.max_lag=1.5", "sampling.max_lag=8"),
         ([], "sampling.max_lag=-1", "sampling.max_lag=0"),

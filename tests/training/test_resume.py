@@ -175,9 +175,9 @@ def test_a_fork_that_drops_the_batch_sampled_ahead_has_the_same_problems(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("lag", [1, 2])
 def test_an_engine_process_changes_no_number(tmp_path: Path, lag: int) -> None:
-    """In float32 its engine is the trainer's; a resume may therefore end the process."""
+    """A resume may therefore end the process."""
     process, none = ({"sampling": {"max_lag": lag, "engine_process": value}} for value in (True, False))
     whole, other = (RunFolder.create(tmp_path, name) for name in ("whole", "other"))
     with forked_engines():
@@ -186,7 +186,7 @@ def test_an_engine_process_changes_no_number(tmp_path: Path, lag: int) -> None:
     resumed = run(resolve([SMALL, none]), RunFolder(tmp_path / "killed"), resume=True)
     check_equal(whole, other)
     check_equal(whole, resumed)
-    assert [line.get("sampler/lag_steps", 0) for line in record(whole)[1:]] == [min(n, lag) for n in range(4)]
+    assert [line["sampler/lag_steps"] for line in record(whole)[1:]] == [min(n, lag) for n in range(4)]
 
 
 @pytest.mark.slow

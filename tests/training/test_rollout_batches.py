@@ -56,7 +56,7 @@ def test_the_batch_of_a_step_is_sampled_max_lag_steps_before(
     lag: int, has_process: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After every second step the queue is that of a resumed run, or of a fork that drops it."""
-    sampling = SimpleNamespace(max_lag=lag, has_process=has_process)
+    sampling = SimpleNamespace(max_lag=lag, engine_process=has_process)
     components: Any = SimpleNamespace(
         ahead=deque(), optimizer=SimpleNamespace(update=0), ranks=SimpleNamespace(for_thread=lambda: None)
     )
@@ -372,7 +372,7 @@ def test_after_an_error_the_pool_of_tools_is_closed_while_the_thread_samples() -
         sampler=SimpleNamespace(close=lambda: events.append("sampler")),
         conversations=SimpleNamespace(pool=SimpleNamespace(close=closed.set)),
     )
-    config = SimpleNamespace(sampling=SimpleNamespace(max_lag=1, has_process=True))
+    config = SimpleNamespace(sampling=SimpleNamespace(max_lag=1, engine_process=True))
     batches = RolloutBatches(config, components)  # type: ignore[arg-type]
     batches._call = BackgroundCall("rollouts", closed.wait, daemon=True)
     batches._call.start()
