@@ -293,9 +293,7 @@ def test_prompts_without_the_template_end_at_the_end_of_the_sequence_only(
 
 def test_completions_longer_than_the_context_are_refused() -> None:
     config = resolve([{"sampling": {"max_tokens": 500}}])  # the context length of the bundled model is 512
-    with pytest.raises(
-        ConfigError, match="at most 512; lower one of them, such as --set sampling.max_tokens=448"
-    ):
+    with pytest.raises(ConfigError, match=r"at most 512; .* such as --set sampling\.max_tokens=448"):
         build_components(config, build_task(config.task))
 
 
