@@ -119,17 +119,17 @@ DIVERGENCES = Registry("divergence", [
     DivergenceEntry("neyman", "Neyman χ²(π_old‖π)", f"{_DIVERGENCES}:f_neyman", f"{_DIVERGENCES}:neyman_bounds"),
     DivergenceEntry("hellinger", "squared Hellinger", f"{_DIVERGENCES}:f_hellinger",
                     f"{_DIVERGENCES}:hellinger_bounds"),
-    DivergenceEntry("le-cam", "triangular discrimination", f"{_DIVERGENCES}:f_le_cam",
-                    f"{_DIVERGENCES}:le_cam_bounds"),
+    DivergenceEntry("le-cam", "triangular discrimination", f"{_DIVERGENCES}:f_le_cam", f"{_DIVERGENCES}:le_cam_bounds"),
     DivergenceEntry("js", "Jensen–Shannon, nats", f"{_DIVERGENCES}:f_jensen_shannon"),
 ], "a custom f as module:function", is_function_path)
 
 
 @dataclass(frozen=True)
 class EstimatorEntry(Entry):
-    """An advantage estimator: `compute` takes rewards [P, G] and the mask `has_reward_PG`, and returns advantages."""
+    """An advantage estimator: a function of rewards [P, G] and `has_reward_PG`; with `by_part` also of `parts`."""
 
     compute: str
+    by_part: bool = False
 
 
 _ADVANTAGES = "bandpo_cli.objective.advantages"
@@ -138,8 +138,8 @@ ADVANTAGES = Registry("advantage estimator", [
     EstimatorEntry("group", "centred by the mean of the group", f"{_ADVANTAGES}:group_advantages"),
     EstimatorEntry("rloo", "centred by the mean of the others of the group", f"{_ADVANTAGES}:rloo_advantages"),
     EstimatorEntry("maxrl", "centred and divided by the mean of the group", f"{_ADVANTAGES}:maxrl_advantages"),
-    EstimatorEntry("batch", "centred by the mean of the group, divided by the deviation of the batch",
-                   f"{_ADVANTAGES}:batch_advantages"),
+    EstimatorEntry("batch", "centred, divided by the deviation of the batch", f"{_ADVANTAGES}:batch_advantages"),
+    EstimatorEntry("gdpo", "the sum of several normalised rewards", f"{_ADVANTAGES}:gdpo_advantages", by_part=True),
 ], "a custom function as module:function", is_function_path)
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from shared import command_line
 
+from bandpo_cli.config.batch_and_sampling import CheckpointConfig
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
-from bandpo_cli.config.run import CheckpointConfig
 from bandpo_cli.results import summary_fields
 from bandpo_cli.storage.checkpoints import prune_checkpoints
 from bandpo_cli.storage.files import step_name

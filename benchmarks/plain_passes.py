@@ -1,6 +1,6 @@
 """Sampling and updates of bandpo beside plain calls of transformers on the same tokens.
 
-    python benchmarks/plain_passes.py [--model FOLDER] [--rounds N] [--prompts P] [--tokens T]
+    python benchmarks/plain_passes.py [--model FOLDER] [--rounds N] [--prompts P] [--tokens T] [--compile]
 
 P prompts of 12 random tokens with 8 completions of T tokens each and two updates, in one process, alternately:
 
@@ -8,6 +8,8 @@ P prompts of 12 random tokens with 8 completions of T tokens each and two update
 - two updates (log-probs and entropies of the tokens, the Band, the loss, gradients, clipping, AdamW), and two plain
   forward and backward passes: logits of all completion tokens and their cross-entropy, without an optimizer. A
   plain pass has a row per prompt with all its completions, so both compute the same number of tokens.
+
+`--compile` also measures the updates with `model.compile`.
 
 Reported is the processor time, whose smallest value a busy machine changes least.
 """
@@ -31,11 +33,11 @@ from bandpo_cli.types import Grade, Group, Problem, Rollout
 SAMPLES, PROMPT_TOKENS, UPDATES = 8, 12, 2
 
 
-def actions(path: str, prompts: int, tokens: int) -> dict[str, Callable[[], object]]:
+def actions(path: str, prompts: int, tokens: int, compiled: bool = False) -> dict[str, Callable[[], object]]:
     """Return what is timed, by name."""
     sizes = {"prompts": prompts, "samples": SAMPLES, "max_tokens": tokens}
     optim = {"updates": UPDATES, "lr": 1e-7, "warmup_steps": 0}
-    config = resolve([{"model": {"path": path}, "sampling": sizes, "optim": optim}])
+    config = resolve([{"model": {"path": path, "compile": compiled}, "sampling": sizes, "optim": optim}])
     policy = load_policy(config.model, for_training=True)
     model = policy.model
     ids = torch.randint(5, model.config.vocab_size - 5, (prompts, PROMPT_TOKENS))
@@ -103,9 +105,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    timed = actions(arguments.model, arguments.prompts, arguments.tokens)
+    size = (arguments.model, arguments.prompts, arguments.tokens)
+    timed = actions(*size)
+    if arguments.compile:
+        timed["updates, compiled"] = actions(*size, compiled=True)["updates"]
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     for number in range(arguments.rounds + 1):
         for name, action in timed.items():
@@ -119,6 +125,8 @@ def main() -> None:
     generate = min(value for name, value in fastest.items() if name.startswith("generate"))
     print(f"sampling / generate      {fastest['sampling'] / generate:8.2f}")
     print(f"updates / plain passes   {fastest['updates'] / fastest['plain passes']:8.2f}")
+    if arguments.compile:
+        print(f"compiled / not compiled  {fastest['updates, compiled'] / fastest['updates']:8.2f}")
 
 
 if __name__ == "__main__":

@@ -20,15 +20,11 @@ from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import make_table
 from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import UserError
-from bandpo_cli.methods import METHODS, method_name
-from bandpo_cli.paths import read_text
+from bandpo_cli.methods import COMPARABLE, METHODS, method_name
 from bandpo_cli.registries import DIVERGENCES
 
 if TYPE_CHECKING:
     from bandpo_cli.reports.intervals_by_probability import IntervalRow
-
-_MAX_TEXT_BYTES = 2**28
-"""Maximum size of a file of probabilities in bytes: some ten million of them."""
 
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -38,23 +34,21 @@ _COLUMNS: Mapping[str, tuple[int, JustifyMethod]] = {
 }  # fmt: skip
 """The columns of the table of intervals: minimum width and alignment by heading."""
 
-PEERS = [name for name, method in METHODS.items() if method.comparable]
-MATCHABLE = [name for name in PEERS if METHODS[name].bounded and not METHODS[name].trust_region]
+MATCHABLE = [name for name in COMPARABLE if METHODS[name].bounded and not METHODS[name].trust_region]
 
 _D_HELP = f"{DIVERGENCES.names_text()}; repeatable."
+_COMPARE_HELP = f"Add {METHODS.names_text(COMPARABLE)}, or module:function; separated by commas."
+_MATCH_HELP = f"Find the delta whose upper bound equals this method's: {METHODS.names_text(MATCHABLE)}."
 _DIVERGENCE = opt.option(
     "NAME", "kl", ["--divergence", "-d"], opt.one_of(DIVERGENCES, several=True), help=_D_HELP
 )
-_COMPARE_HELP = f"Add {METHODS.names_text(PEERS)}, or module:function; separated by commas."
-_COMPARE = opt.option("METHODS", complete=opt.one_of(PEERS, several=True), help=_COMPARE_HELP)
-_MATCH_HELP = f"Find the delta whose upper bound equals this method's: {METHODS.names_text(MATCHABLE)}."
+_COMPARE = opt.option("METHODS", complete=opt.one_of(COMPARABLE, several=True), help=_COMPARE_HELP)
 _MATCH = opt.option("METHOD", help=_MATCH_HELP)
 
 
 @opt.documented
 def bounds(
     probs: Annotated[list[str] | None, opt.argument("PROB")] = None,
-    file: Annotated[Path | None, opt.option("FILE", flags=["--file", "-f"])] = None,
     divergence: Annotated[list[str] | None, _DIVERGENCE] = None,
     delta: Annotated[list[str] | None, opt.option("RADIUS", "0.05")] = None,
     compare: Annotated[list[str] | None, _COMPARE] = None,
@@ -74,16 +68,15 @@ def bounds(
     [bold]bandpo bounds 0.001 0.08 0.9[/bold]  the paper's Band, kl 0.05
     [bold]bandpo bounds 0.08 -d kl -d tv --delta 0.01 --delta 0.05[/bold]  all pairs
     [bold]bandpo bounds 0.08 --compare clip,clip-higher,dcpo[/bold]  fixed intervals
-    [bold]echo 0.1 0.2 | bandpo bounds - --format json[/bold]  in scripts
-    [bold]bandpo bounds --file probs.txt --format csv[/bold]  many at once
+    [bold]bandpo bounds - --format csv < probs.txt[/bold]  many at once
     [bold]bandpo bounds -d kl -d tv --compare clip --plot bands.png[/bold]  a plot
     [bold]bandpo bounds --match clip-higher --at 0.1[/bold]  which delta is as wide?
     [bold]bandpo bounds 0.1 -d mine:f[/bold]  your own convex f(u), f(1) = 0, in mine.py
     [bold]bandpo bounds 0.1 --compare mine:bounds[/bold]  your own interval
 
     Args:
-        probs: Probabilities in (0, 1]; - reads them from standard input.
-        file: Read probabilities from FILE: spaces, commas or lines; # comments.
+        probs: Probabilities in (0, 1]; - reads them from standard input, between
+            spaces, commas or lines, with # comments.
         delta: Radius of the trust region, > 0; repeatable.
         max_ratio: Cap the Bands' upper bounds, > 1.
         plot: Plot ratio bounds and Δp against p: .png, .svg or .pdf. Needs no PROB.
@@ -101,15 +94,15 @@ def bounds(
         find_divergence(name)  # raises for an unknown name
     peers = [*map(method_name, opt.split_commas(compare or []))]
     for name in peers:
-        if name not in PEERS and name in METHODS and (why := METHODS[name].without_bounds):
-            allowed = ", ".join(PEERS)
+        if name not in COMPARABLE and name in METHODS and (why := METHODS[name].without_bounds):
+            allowed = ", ".join(COMPARABLE)
             raise UserError(f"--compare: {name} has no interval of ratios: {why}; allowed: {allowed}")
         if not is_function_path(name):
-            opt.check_choice("--compare", name, PEERS)
+            opt.check_choice("--compare", name, COMPARABLE)
     if max_ratio is not None and not max_ratio > 1.0:
         raise UserError(f"--max-ratio: {max_ratio:g} is no cap on an upper bound; allowed: a number > 1")
     if match is not None or at is not None:
-        if match is None or at is None or probs or file or plot or compare or delta:
+        if match is None or at is None or probs or plot or compare or delta:
             raise UserError(
                 "--match computes a delta: give it with --at, and with no other options than --divergence and "
                 "--format, as in: --match clip-higher --at 0.1"
@@ -121,10 +114,9 @@ def bounds(
         if plot.suffix.lower() not in _PLOT_SUFFIXES or plot.is_dir() or not os.access(place, os.W_OK):
             allowed = f"a file that ends with {', '.join(_PLOT_SUFFIXES)} in a folder that exists"
             raise UserError(f"--plot {plot}: cannot be written; allowed: {allowed}")
-    wanted = probabilities(probs or [], file)
+    wanted = [value for word in probs or () for value in _probabilities(word)]
     if not wanted and plot is None:
-        example = "bandpo bounds 0.001 0.08 0.9 (- or --file F to read them)"
-        raise UserError(f"give probabilities in (0, 1], as in: {example}")
+        raise UserError("give probabilities in (0, 1], as in: bandpo bounds 0.001 0.08 0.9 (- to read them)")
     rows = [row for name in regions for radius in radii for row in band_rows(wanted, name, radius, max_ratio)]
     rows += [row for name in peers for row in method_rows(wanted, name)]
     if format_ != "table":
@@ -138,26 +130,18 @@ def bounds(
         typer.echo(f"wrote {plot}", err=True)
 
 
-def probabilities(words: Sequence[str], file: Path | None) -> list[float]:
-    """Return numbers in (0, 1] from the arguments (`-` is standard input), then from `file`."""
-    values: list[float] = []
-    for word in words:
-        values += _from_text(sys.stdin.read(), "standard input") if word == "-" else [_number(word, "PROB")]
-    if file is not None:
-        values += _from_text(read_text(file, f"--file {file}", _MAX_TEXT_BYTES), f"--file {file}")
-    return values
-
-
-def _from_text(text: str, source: str) -> list[float]:
-    """Return numbers separated by white space or commas; `#` begins a comment."""
+def _probabilities(argument: str) -> list[float]:
+    """Return the number in (0, 1] of an argument; for `-`, those of standard input, where `#` begins a comment."""
+    if argument != "-":
+        return [_number(argument, "PROB")]
     values = [
-        _number(word, f"{source}, line {number}")
-        for number, line in enumerate(text.splitlines(), 1)
+        _number(word, f"standard input, line {number}")
+        for number, line in enumerate(sys.stdin, 1)
         for word in line.partition("#")[0].replace(",", " ").split()
     ]
     if not values:
         advice = "give numbers in (0, 1] separated by spaces, commas or lines"
-        raise UserError(f"{source}: no probability in it; {advice}")
+        raise UserError(f"standard input: no probability in it; {advice}")
     return values
 
 

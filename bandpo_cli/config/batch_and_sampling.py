@@ -1,4 +1,4 @@
-"""Settings of sampling, grading, rewards, evaluation and updates, and the choice of the engine and its GPU.
+"""Settings of sampling, grading, rewards, evaluation, updates and checkpoints, and the engine and its GPU.
 
 No engine is imported for the choice.
 """
@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.metric_names import is_clock_metric
 from bandpo_cli.registries import AUTO_ENGINE, ENGINES, GRADERS
 from bandpo_cli.settings_validation import (
     AsList,
@@ -50,6 +51,8 @@ class VllmConfig(Section):
     false where an update fits beside an engine with room for all its sequences. No effect with `sampling.max_lag`."""
     prefix_caching: bool = True
     """Compute each prompt once for all its completions."""
+    float32_head: bool = False
+    """Compute the logits in float32 with a model in 16 bits, as the trainer does (MiniMax-M1, prime-rl)."""
 
 
 class SamplingConfig(Section):
@@ -320,6 +323,45 @@ class OptimConfig(Section):
     def pass_tokens(self) -> int:
         """`micro_batch_tokens`, and its largest value where it is `auto`."""
         return 16384 if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+
+
+class CheckpointConfig(Section):
+    """Checkpoints: the policy and the state of training, written to checkpoints/, and how many are kept.
+
+    The last step is always written and always kept. `keep_last` and `keep_best` add up.
+    """
+
+    every: NonNegativeInt = 10
+    """Steps between checkpoints; 0 writes the last one only, and an interrupted run then starts over."""
+    keep_last: PositiveInt | None = 2
+    """Number of most recent checkpoints that are kept; null for all."""
+    keep_best: NonNegativeInt = 1
+    """Number of best checkpoints that are kept in addition; 0 for none. Only a step with both an evaluation and a
+    checkpoint can be one."""
+    best_metric: str | None = None
+    """The metric that "best" refers to: a key of metrics.jsonl, higher is better; null for the mean over evaluation
+    sets of eval/<set>/reward, which is mean@n if rewards are just 0 and 1."""
+    background: bool = True
+    """Write checkpoints while training continues, from a copy of weights and optimizer state in memory (on a GPU in the
+    memory of the host); false makes training wait. The last step waits in either case."""
+
+    @field_validator("best_metric")
+    @classmethod
+    def _check_best_metric(cls, key: str | None) -> str | None:
+        require(
+            key is None or ("/" in key and not is_clock_metric(key)),
+            "it must be a key of metrics.jsonl that measures the policy, such as train/accuracy or "
+            "eval/countdown/pass_at_4",
+        )
+        return key
+
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Return whether a checkpoint is written after `step`: every `every` steps, and after the last one."""
+        return step == last_step or (step > 0 and self.every > 0 and step % self.every == 0)
+
+    def copies_memory(self, last_step: int) -> bool:
+        """Return whether a run writes checkpoints while it trains: all but the checkpoint of the last step."""
+        return self.background and 0 < self.every < last_step
 
 
 def resolve_engine(engine: str, on_gpu: bool) -> str:

@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from bandpo_cli.config.batch_and_sampling import (
+    CheckpointConfig,
     EvaluationConfig,
     GradingConfig,
     OptimConfig,
@@ -26,7 +27,7 @@ from bandpo_cli.errors import ConfigError, has_secret, plural
 from bandpo_cli.methods.band_and_clip import BandSettings
 from bandpo_cli.methods.importance_correction import DEFAULT_CAP, ImportanceRules, check_importance
 from bandpo_cli.methods.settings import MethodSettings
-from bandpo_cli.metric_names import FLOPS, SAMPLED_TOKENS, is_clock_metric
+from bandpo_cli.metric_names import FLOPS, SAMPLED_TOKENS
 from bandpo_cli.registries import ADVANTAGES, TRACKERS
 from bandpo_cli.settings_validation import (
     AsList,
@@ -38,7 +39,7 @@ from bandpo_cli.settings_validation import (
     require,
 )
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 EstimatorName = Annotated[str, AfterValidator(ADVANTAGES.check_name)]
 TrackerName = Annotated[str, AfterValidator(TRACKERS.check_name)]
 
@@ -125,15 +126,19 @@ class ModelConfig(Section):
     `embedded-calculator`, the default of the task `calculator`, the one that calls a tool."""
     revision: NotEmpty | None = None
     """The revision (branch, tag or commit) of a model on the hub; null for the latest."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype of forward and backward passes; `auto` is bfloat16 on a CUDA GPU and float32 elsewhere, and a run
-    writes the one that it used into its config.yaml. With bfloat16 the optimizer keeps float32 master weights."""
+    writes the one that it used into its config.yaml. In 16 bits the optimizer keeps float32 master weights, and with
+    float16 the loss is scaled, and an update whose gradient overflows is skipped."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "auto"
     """Attention kernels; `auto` is PyTorch's own (sdpa). `varlen` is sdpa for sampling, and for training the
     FlashAttention kernels in torch, which need no padding; it needs a GPU and bfloat16."""
     head: Annotated[Literal["auto"] | PositiveInt, number_or("auto")] = "auto"
     """The size of a tile of logits in MiB: log-probs of the output layer are computed tile by tile. `auto` is 32 on a
     CPU and 256 on a GPU. On a GPU `make gpu-check` compares sizes."""
+    compile: bool = False
+    """Compile the norms and the MLP of each layer with torch.compile, which fuses their elementwise operations. The
+    first passes take minutes longer. `python benchmarks/plain_passes.py --compile` measures what a machine gains."""
     gradient_checkpointing: Literal[True, False, "auto"] = False
     """Recompute activations in the backward pass: less memory, about a third more time. `auto`, the default of tasks
     for language models, is false where an update fits without it by the estimate of the memory."""
@@ -157,7 +162,8 @@ class ObjectiveConfig(Section):
     advantages: EstimatorName = "group"
     """The advantage estimator: the reward less the mean of its group (`group`), the same divided by the standard
     deviation of all rewards of the step (`batch`) or by the mean of the group (`maxrl`), or the reward less the mean of
-    the others of its group (`rloo`); or a custom function of rewards and mask as module:function."""
+    the others of its group (`rloo`); or the sum over `task.rewards`, each of which is divided by its own deviation in
+    the group, over the deviation of the step (`gdpo`); or a custom function of rewards and mask as module:function."""
     advantage_std: bool = True
     """With `group`: divide advantages by the group's standard deviation (GRPO); false only centres them (Dr. GRPO)."""
     aggregation: Literal["seq-mean-token-mean", "token-mean", "seq-sum-norm"] = "seq-mean-token-mean"
@@ -176,9 +182,20 @@ class ObjectiveConfig(Section):
     """Threshold δ in nats per token: completions with a negative advantage have no policy loss where the mean of
     log μ − log π over their tokens exceeds δ, μ being the sampler's policy (DeepSeek-V3.2; TRL advises 0.5). null: no
     mask."""
+    top_entropy: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The share of an update's tokens that have a policy loss: those with the highest entropy under π_old (0.2 trains a
+    fifth of the tokens). An engine that reports no entropies (vLLM) costs a forward pass more. null: all tokens."""
     entropy_bonus: NotNegative = 0.0
     """Coefficient of the entropy of the policy's distribution at each token, at the sampling temperature, by which the
     loss is reduced; 0 for no bonus."""
+    entropy_target: Positive | None = None
+    """The `train/entropy`, in nats per token, up to which there is an entropy bonus. Its coefficient starts at 0, rises
+    by `entropy_bonus_step` after each step with an entropy up to the target, and falls by it after the other steps,
+    which no bonus follows (Skywork-OR1). null: the constant `entropy_bonus`."""
+    entropy_bonus_step: Positive = 1e-4
+    """With `entropy_target`: the change of the coefficient per step."""
+    entropy_bonus_max: Positive = 0.005
+    """With `entropy_target`: the largest coefficient."""
     mask_truncated: bool = False
     """Leave completions without an end token out of the loss and its normalisation (DAPO's over-long filtering). Their
     rewards still count in the advantages of their group."""
@@ -214,47 +231,19 @@ class ObjectiveConfig(Section):
             isinstance(self.importance, str) or self.old_logprobs == "trainer",
             "importance has no effect with old_logprobs = 'sampler', whose ratio needs no correction; leave it out",
         )
+        require(
+            self.entropy_target is None or not self.entropy_bonus,
+            f"entropy_bonus = {self.entropy_bonus:g} is a constant coefficient, which entropy_target = "
+            f"{self.entropy_target} replaces; leave one of them out",
+        )
+        for name in ("entropy_bonus_step", "entropy_bonus_max"):
+            require(
+                self.entropy_target is not None
+                or getattr(self, name) == type(self).model_fields[name].default,
+                f"{name} = {getattr(self, name):g} has no effect without entropy_target; set it, such as 0.2",
+            )
         check_importance(self.importance, self.importance_floor, self.importance_cap)
         return self
-
-
-class CheckpointConfig(Section):
-    """Checkpoints: the policy and the state of training, written to checkpoints/, and how many are kept.
-
-    The last step is always written and always kept. `keep_last` and `keep_best` add up.
-    """
-
-    every: NonNegativeInt = 10
-    """Steps between checkpoints; 0 writes the last one only, and an interrupted run then starts over."""
-    keep_last: PositiveInt | None = 2
-    """Number of most recent checkpoints that are kept; null for all."""
-    keep_best: NonNegativeInt = 1
-    """Number of best checkpoints that are kept in addition; 0 for none. Only a step with both an evaluation and a
-    checkpoint can be one."""
-    best_metric: str | None = None
-    """The metric that "best" refers to: a key of metrics.jsonl, higher is better; null for the mean over evaluation
-    sets of eval/<set>/reward, which is mean@n if rewards are just 0 and 1."""
-    background: bool = True
-    """Write checkpoints while training continues, from a copy of weights and optimizer state in memory (on a GPU in the
-    memory of the host); false makes training wait. The last step waits in either case."""
-
-    @field_validator("best_metric")
-    @classmethod
-    def _check_best_metric(cls, key: str | None) -> str | None:
-        require(
-            key is None or ("/" in key and not is_clock_metric(key)),
-            "it must be a key of metrics.jsonl that measures the policy, such as train/accuracy or "
-            "eval/countdown/pass_at_4",
-        )
-        return key
-
-    def is_due(self, step: int, last_step: int) -> bool:
-        """Return whether a checkpoint is written after `step`: every `every` steps, and after the last one."""
-        return step == last_step or (step > 0 and self.every > 0 and step % self.every == 0)
-
-    def copies_memory(self, last_step: int) -> bool:
-        """Return whether a run writes checkpoints while it trains: all but the checkpoint of the last step."""
-        return self.background and 0 < self.every < last_step
 
 
 class StopConfig(Section):
@@ -363,6 +352,17 @@ class RunConfig(Section):
             objective.advantages != "maxrl" or least >= 0,
             f"objective.advantages = 'maxrl' divides by the mean reward of a group; rewards may be {least:g} here "
             "(reward.wrong less the over-long penalty) and must not be negative",
+        )
+        parts = [part for part in self.task.rewards or () if part.weight]
+        require(
+            objective.advantages != "gdpo" or len(parts) > 1,
+            "objective.advantages = 'gdpo' normalises several rewards separately; name two or more in task.rewards "
+            "with a weight other than 0, or take 'group'",
+        )
+        require(
+            objective.advantages != "gdpo" or not (buffer or self.sampling.dynamic),
+            "objective.advantages = 'gdpo' has no sum of rewards, which reward.overlong_buffer and sampling.dynamic "
+            "need; leave them out, and name a reward function of the length in task.rewards instead of a buffer",
         )
         require(
             buffer <= most, f"reward.overlong_buffer = {buffer} must be within sampling.max_tokens = {most}"

@@ -45,12 +45,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     Args:
         n: completions of the problem.
         correct: correct completions, c.
-
-    Raises:
-        ValueError: 1 ≤ k ≤ n or 0 ≤ correct ≤ n does not hold.
     """
-    if not 1 <= k <= n or not 0 <= correct <= n:
-        raise ValueError(f"pass@{k} of {correct} correct in {n}: needs 1 <= k <= n and 0 <= correct <= n")
     return 1.0 - comb(n - correct, k) / comb(n, k)
 
 
@@ -65,13 +60,8 @@ def maj_at_k(votes: Sequence[str | None], correct: Sequence[float], k: int) -> f
         votes: [n], the answer of each completion; equal answers have equal text.
         correct: [n], 1 for a correct completion, 0 for a wrong one. An answer that was graded differently in different
             completions counts by the mean of its grades.
-
-    Raises:
-        ValueError: 1 ≤ k ≤ n does not hold, or the lengths differ.
     """
     n = len(votes)
-    if not 1 <= k <= n:
-        raise ValueError(f"maj@{k} of {n} completions: needs 1 <= k <= n")
     sizes, rights = Counter(vote for vote in votes if vote is not None), defaultdict[str, float](float)
     for vote, right in zip(votes, correct, strict=True):
         if vote is not None:

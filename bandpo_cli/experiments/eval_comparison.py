@@ -1,7 +1,6 @@
 """Paired comparison of two evaluations: the difference of each metric over the shared problems, with its interval."""
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -196,13 +195,13 @@ def _compare_sets(
     shared = [name for name in a[ids[0]] if name in b[ids[0]]]
     names = [*(name for name in shared if name == "reward"), MEAN]
     names += [name for name in shared if name.startswith(_COMPARED)]
-    pairs = {
-        name: [
-            [_number(rows[id_], name, f"problem {id_!r:.80} of '{label}' in {which}") for id_ in ids]
-            for which, rows in (("A", a), ("B", b))
-        ]
-        for name in names
-    }
+    try:
+        pairs = {name: [[float(rows[id_][name]) for id_ in ids] for rows in (a, b)] for name in names}
+    except (KeyError, TypeError, ValueError):
+        advice = "try bandpo eval --resume NAME"
+        raise UserError(
+            f"a problem of '{label}' lacks a metric or has one that is no number; {advice}"
+        ) from None
     if pairs.get("reward") == pairs[MEAN]:
         del pairs["reward"]
     decisive = pairs.get("reward", pairs[MEAN])
@@ -216,8 +215,8 @@ def _compare_sets(
 
     # Problems that do not differ do not count.
     p = float(binomtest(wins, len(changed)).pvalue) if changed else None
-    texts = record_b["sets"][label].get("questions")
-    questions = {id_: str(texts.get(id_, "")) if isinstance(texts, Mapping) else "" for id_, *_ in changed}
+    texts = record_b["sets"][label].get("questions", {})
+    questions = {id_: str(texts.get(id_, "")) for id_, *_ in changed}
     return Comparison(*counts, metrics, wins, losses, ties, p, changed, questions)
 
 
@@ -239,24 +238,13 @@ def _difference(name: str, a: Sequence[float], b: Sequence[float], margin: float
 def _by_problem(record: Mapping[str, Any], label: str, which: str) -> dict[str, dict[str, Any]]:
     """Return the metrics of a set by problem id and name, not yet checked, mean@n under `MEAN`."""
     scores = record["sets"][label]
-    rows = scores.get("by_problem") if isinstance(scores, Mapping) else None
-    if not isinstance(rows, Mapping) or not all(isinstance(row, Mapping) for row in rows.values()):
+    if "by_problem" not in scores:
         raise UserError(f"{which} has no metrics by problem of '{label}'; finish the evaluation first")
-    verdicts = scores.get("verdicts")
-    if verdicts and isinstance(verdicts, Mapping) and UNGRADED_VERDICTS.issuperset(verdicts):
+    if (verdicts := scores.get("verdicts")) and UNGRADED_VERDICTS.issuperset(verdicts):
         raise UserError(
             f"nothing to compare: no answer of '{label}' in {which} was graded: {', '.join(verdicts)}"
         )
     return {
         id_: {MEAN if name.startswith("mean_at_") else name: value for name, value in row.items()}
-        for id_, row in rows.items()
+        for id_, row in scores["by_problem"].items()
     }
-
-
-def _number(row: Mapping[str, Any], name: str, where: str) -> float:
-    """Return a metric of a problem. Raise UserError if it is missing, null or not a finite number."""
-    value = row.get(name)
-    # The limit excludes NaN, infinity, and integers that a float cannot hold.
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
-        return float(value)
-    raise UserError(f"{where}: '{name}' is {value!r:.40} and not a number; try bandpo eval --resume NAME")

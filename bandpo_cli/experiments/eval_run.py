@@ -241,10 +241,8 @@ def _open_source(plan: EvalPlan, events: _Events, stack: ExitStack) -> _Source:
     from bandpo_cli.experiments.run import start_process
 
     config, ranks = start_process(config, source[1], events, stack, training=False)
-    settings, grade = (
-        config.evaluation,
-        partial(grade_components, grader.grade, config.task.evaluated_rewards),
-    )
+    settings = config.evaluation
+    grade = partial(grade_components, grader.grade, config.task.evaluated_rewards)
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
         from bandpo_cli.sampling.rollouts import set_up_sampling
@@ -258,13 +256,8 @@ def _open_source(plan: EvalPlan, events: _Events, stack: ExitStack) -> _Source:
     tokens = config.sampling.max_tokens
     params = SamplingParams(settings.samples, settings.temperature, tokens, loaded.stop_ids)
     what = sampler, loaded.encoder, grade, loaded.heldout, params, settings.batch, config.seed
-    how: dict[str, Any] = {
-        "version": 0,
-        "cancel": grader.cancel,
-        "ranks": ranks,
-        "conversations": loaded.conversations,
-    }
-    batches = partial(sample_batches, *what, **how)
+    how: dict[str, Any] = {"cancel": grader.cancel, "ranks": ranks, "conversations": loaded.conversations}
+    batches = partial(sample_batches, *what, version=0, **how)
     ids = {label: [problem.id for problem in problems_P] for label, problems_P in loaded.heldout.items()}
     count = sum(map(len, ids.values())) * settings.samples
     return _Source(config, ranks, ids, count, batches, grader, loaded.notes, sampler.describe())

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, get_args
 
 from bandpo_cli.config.batch_and_sampling import is_installed
 from bandpo_cli.config.layers import (
@@ -29,7 +29,7 @@ from bandpo_cli.config.layers import (
     setting_text,
     with_values,
 )
-from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig, check_ranks
+from bandpo_cli.config.run import WITHOUT_EFFECT, Dtype, RunConfig, check_ranks
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import changed_code, code_from
 from bandpo_cli.errors import ConfigError, UserError, plural
@@ -350,7 +350,7 @@ def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
         if not is_installed(entry.package):
             raise ConfigError(f"run {folder.name} samples with {engine}, not installed here: {entry.install}")
         changes["sampling.engine"] = engine
-    if config.model.dtype == "auto" and stored.get("dtype") in ("float32", "bfloat16"):
+    if config.model.dtype == "auto" and stored.get("dtype") in get_args(Dtype):
         changes["model.dtype"] = stored["dtype"]
     if is_commit(commit):
         changes["model.revision"] = commit

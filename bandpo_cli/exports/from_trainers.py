@@ -219,6 +219,7 @@ def read_trainer_file(path: Path) -> dict[str, Any]:
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "": lambda value: value,
     "limit": lambda value: value if 0 < value < math.inf else None,
+    "share": lambda value: value if value < 1 else None,
     "frequency": lambda value: max(value, 0),
     "names": lambda value: None if "all-linear" in value else [value] if isinstance(value, str) else value,
     "trackers": lambda value: [name for name in TRACKERS if name in value],

@@ -7,8 +7,6 @@ of this package are equal to; tests/integrations compares each pair. The interfa
 """
 
 import math
-from collections.abc import Callable
-from functools import reduce
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +14,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from bandpo_cli.config.run import RunConfig, dtype_on
-from bandpo_cli.methods.band_and_clip import BandSettings
 from bandpo_cli.methods.importance_correction import ImportanceRules
-from bandpo_cli.methods.trust_region_masks import DppoSettings
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import BUNDLED_MODELS, TRACKERS
+from bandpo_cli.settings_validation import trainer_keys
 
 Overrides = dict[str, Any]
 """Values of verl's settings by key; a key that verl's configuration does not have begins with +."""
@@ -48,16 +45,18 @@ class InFolder(str):
 def _dtype(config: RunConfig) -> Overrides:
     """Return the dtype of the engine and of forward and backward passes, which are bfloat16 where nothing is set."""
     dtype = dtype_on(config.model.dtype, on_gpu=True)
-    parts = product(("actor", "ref"), ("param_dtype", "reduce_dtype", "buffer_dtype"))
-    keys = (f"+actor_rollout_ref.{role}.fsdp_config.mixed_precision.{part}" for role, part in parts)
-    return {f"{ROLLOUT}.dtype": dtype} | ({} if dtype == "bfloat16" else dict.fromkeys(keys, "fp32"))
+    overrides: Overrides = {f"{ROLLOUT}.dtype": dtype}
+    for role, part in product(("actor", "ref"), ("param", "reduce", "buffer")) if dtype != "bfloat16" else ():
+        key = f"+actor_rollout_ref.{role}.fsdp_config.mixed_precision.{part}_dtype"
+        overrides[key] = "fp16" if (dtype, part) == ("float16", "param") else "fp32"
+    return overrides
 
 
 def _attention(config: RunConfig) -> Overrides:
     """Return verl's kernels. Packed rows (`use_remove_padding`) need FlashAttention, which has no float32."""
     kernel = config.model.attention
     if kernel == "auto":
-        is_narrow = dtype_on(config.model.dtype, on_gpu=True) == "bfloat16"
+        is_narrow = dtype_on(config.model.dtype, on_gpu=True) != "float32"
         kernel = "flash_attention_2" if is_narrow else "sdpa"
     if kernel in ("flash_attention_2", "varlen"):  # torch's varlen attention has the same kernels
         return {}
@@ -186,59 +185,39 @@ def _derived(config: RunConfig) -> dict[str, Overrides]:
     }
 
 
-def _policy_loss(config: RunConfig) -> Overrides:
-    cap = NEVER if config.objective.dual_clip is None else config.objective.dual_clip
-    method = config.bounds.method
-    return LOSSES[method](config.bounds, cap) if method in LOSSES else {}
-
-
-def _loss(mode: str, low: float | None = None, high: float | None = None, **others: float) -> Overrides:
-    """Return a policy loss of verl. Its settings `clip_ratio_*` and `tau_*` are in the section of the actor."""
-    clip = {} if low is None else {"clip_ratio_low": low, "clip_ratio_high": high}
-    values = {
-        f"{ACTOR if name.startswith(('clip_ratio', 'tau')) else LOSS}.{name}": value
-        for name, value in (clip | others).items()
-    }
-    return {f"{LOSS}.loss_mode": mode, **values}
-
-
-def _band(bounds: BandSettings, dual_clip: float) -> Overrides:
-    low, high = (None, None) if bounds.relax is None else (bounds.relax.eps_low, bounds.relax.eps_high)
-    return {
-        f"{LOSS}._target_": "bandpo_cli.integrations.verl.BandPolicyLossConfig",
-        f"{LOSS}.loss_mode": "band",
-        **{f"+{LOSS}.{name}": getattr(bounds, name) for name in ("divergence", "delta", "max_ratio")},
-        f"+{LOSS}.relax_eps_low": low,
-        f"+{LOSS}.relax_eps_high": high,
-        f"{ACTOR}.clip_ratio_c": dual_clip,
-    }
-
-
-def _dppo(bounds: DppoSettings, dual_clip: float) -> Overrides:
-    cap = NEVER if bounds.max_weight is None else bounds.max_weight
-    delta = bounds.delta
-    return _loss(f"dppo_{bounds.divergence}", delta, delta, clip_ratio_c=cap, clip_ratio=delta)
-
-
-LOSSES: dict[str, Callable[[Any, float], Overrides]] = {
-    "band": _band,
-    "clip": lambda bounds, cap: _loss("vanilla", bounds.eps_low, bounds.eps_high, clip_ratio_c=cap),
-    "clip-higher": lambda bounds, cap: _loss("vanilla", bounds.eps_low, bounds.eps_high, clip_ratio_c=cap),
-    "atr": lambda bounds, cap: _loss("vanilla", 1.0 - bounds.ends[0], bounds.ends[1] - 1.0, clip_ratio_c=cap),
-    "none": lambda bounds, cap: _loss("vanilla", 1.0, NEVER, clip_ratio_c=cap),
-    "dppo": _dppo,
-    "cispo": lambda bounds, _: _loss("cispo", 1.0 - bounds.min_weight, bounds.max_weight - 1.0),
-    "sapo": lambda bounds, _: _loss("sapo", tau_pos=bounds.tau_positive, tau_neg=bounds.tau_negative),
-    "gspo": lambda bounds, _: _loss("gspo", bounds.eps_low, bounds.eps_high),
-    "gmpo": lambda bounds, _: _loss("geo_mean", bounds.log_eps_low, bounds.log_eps_high),
-    "clip-cov": lambda bounds, _: _loss(
-        "clip_cov", bounds.eps_low, bounds.eps_high,
-        clip_cov_ratio=bounds.share, clip_cov_lb=bounds.cov_low, clip_cov_ub=bounds.cov_high,
-    ),
-    "kl-cov": lambda bounds, _: _loss("kl_cov", kl_cov_ratio=bounds.share, ppo_kl_coef=bounds.kl_coef),
+LOSSES = {
+    "band": "band", "clip": "vanilla", "clip-higher": "vanilla", "atr": "vanilla", "none": "vanilla", "dppo": "dppo_tv",
+    "cispo": "cispo", "sapo": "sapo", "gspo": "gspo", "gmpo": "geo_mean", "clip-cov": "clip_cov", "kl-cov": "kl_cov",
 }  # fmt: skip
-"""The overrides of each method for which verl has a policy loss, or this package registers one, from the method's
-settings and the dual clip."""
+"""The policy loss of verl, or of this package in verl, that a method is equal to. Its settings are in `verl_losses` of
+from_trainers.yaml, which `configs --from verl` reads in the other direction."""
+
+
+def _policy_loss(config: RunConfig) -> Overrides:
+    """Return the policy loss with its settings; an interval is `vanilla` with its two ends."""
+    bounds: Any = config.bounds
+    if bounds.method not in LOSSES:
+        return {}
+    mode = f"dppo_{bounds.divergence}" if bounds.method == "dppo" else LOSSES[bounds.method]
+    derived = {}
+    if bounds.method in ("none", "atr"):
+        low, high = bounds.ends if bounds.method == "atr" else (0.0, 1.0 + NEVER)
+        derived = {"bounds.eps_low": 1.0 - low, "bounds.eps_high": high - 1.0}
+    overrides: Overrides = {f"{LOSS}.loss_mode": mode}
+    if mode == "band":
+        overrides = {f"{LOSS}._target_": "bandpo_cli.integrations.verl.BandPolicyLossConfig", **overrides}
+    for setting, text in trainer_keys("verl_losses")[mode]["settings"].items():
+        sign, _, key = text.removesuffix("|").rpartition(" ")
+        value = derived[setting] if setting in derived else _value(config, setting)
+        if value is None and setting in ("objective.dual_clip", "bounds.max_weight"):
+            value = NEVER
+        value = {"": lambda x: x, "1-": lambda x: 1.0 - x, "1+": lambda x: x - 1.0}[sign](value)
+        is_ours = mode == "band" and key.startswith("policy_loss.")
+        overrides[f"{'+' if is_ours else ''}{ACTOR}.{key}"] = value
+    if bounds.method == "dppo":  # verl reads one of these three by the kind of the loss
+        overrides |= dict.fromkeys((f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio"), bounds.delta)
+    return overrides
+
 
 PER_COMPLETION = "seq-mean-token-mean"
 LR_SCHEDULES = ("constant", "cosine")
@@ -271,7 +250,11 @@ def overrides_of(config: RunConfig) -> Overrides:
 
 
 def _value(config: RunConfig, key: str) -> Any:
-    return reduce(getattr, key.split("."), config)
+    """Return a setting; None for one of a section that is null."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def differences_of(config: RunConfig) -> list[str]:
@@ -304,7 +287,7 @@ def differences_of(config: RunConfig) -> list[str]:
         ("bounds.method", method in ("clip-cov", "kl-cov"),
          "verl chooses the tokens by their covariance under π, not under π_old"),
         ("objective.advantages", objective.advantages not in ESTIMATORS,
-         f"verl has no such estimator (it has {' and '.join(ESTIMATORS)})"),
+         f"verl has no equal estimator (equal are {' and '.join(ESTIMATORS)})"),
         ("objective.aggregation", other_mean, f"verl's {method} has {PER_COMPLETION} only"),
         ("objective.importance_cap", corrected and method == "gmpo",
          "verl's gmpo takes the geometric mean of the importance weights over a completion"),
@@ -314,6 +297,10 @@ def differences_of(config: RunConfig) -> list[str]:
          "verl's penalty is k3 alone"),
         ("objective.drift_penalty", objective.drift_penalty, "verl has no such penalty"),
         ("objective.off_policy_mask", objective.off_policy_mask, "verl has no such mask"),
+        ("sampling.vllm.float32_head", config.sampling.vllm.float32_head,
+         "add actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.head_dtype=float32"),
+        ("objective.entropy_target", objective.entropy_target, "the coefficient of verl's bonus is constant"),
+        ("objective.top_entropy", objective.top_entropy, "verl trains all tokens"),
         ("objective.mask_truncated", objective.mask_truncated, "verl trains on completions without an end token"),
         ("objective.importance", importance, importance),
         ("deterministic", config.deterministic, "the export does not set up deterministic kernels"),

@@ -60,6 +60,8 @@ class LossBatch:
         wrong_peers: [S] float32, for a correct completion the share of the other completions of its group that are not
             correct, 0 for the others; None where the completions come in no groups.
         sampler_logprobs: [N] float32, log μ(token) as the sampler reported it, nats; None for `old_logprobs`.
+        chosen: [N] bool, False for a token without policy loss and entropy bonus (`objective.top_entropy`); None if all
+            tokens have them.
     """
 
     lengths: Tensor
@@ -70,6 +72,7 @@ class LossBatch:
     ref_logprobs: Tensor | None = None
     wrong_peers: Tensor | None = None
     sampler_logprobs: Tensor | None = None
+    chosen: Tensor | None = None
 
     @property
     def sampled_logprobs(self) -> Tensor:
@@ -78,7 +81,7 @@ class LossBatch:
 
     def ratios(self, logprobs: Tensor) -> Tensor:
         """Return π/π_old for the log-probs of π, [N], with their gradient."""
-        return policy_ratio(logprobs, self.old_logprobs)
+        return log_ratio(logprobs, self.old_logprobs).exp()
 
 
 class PolicyLoss(ABC):
@@ -230,13 +233,8 @@ def by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
     return advantages.new_full(advantages.shape, other).masked_fill(advantages > 0, positive)
 
 
-def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return π/π_old per token, [n]; the log ratio is clamped to ±20 before exp, so that it cannot overflow."""
-    return log_ratio(logprobs, old_logprobs).exp()
-
-
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return log(π/π_old) per token, [n], clamped to ±20."""
+    """Return log(π/π_old) per token, [n], clamped to ±20, so that its exponential cannot overflow."""
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

@@ -173,6 +173,13 @@ class BapoSettings(MethodSettings):
         )
         return self
 
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor, *_: Tensor) -> Columns:
+        """Return the interval at the start, that of an update whose ratios are 1."""
+        return {
+            "lower": old_logprobs.new_full(old_logprobs.shape, self.low_start),
+            "upper": old_logprobs.new_full(old_logprobs.shape, self.high_start),
+        }
+
     def adapt(self, batch: LossBatch, logprobs: Tensor) -> Columns:
         """Return the interval of the update, `lower` and `upper`, for log π of all of its tokens, [N]."""
         ratios, advantages = batch.ratios(logprobs), without_masked(batch.advantages, batch)
@@ -196,9 +203,8 @@ class BapoSettings(MethodSettings):
         chooses the interval per micro-batch, here per update, which takes a further forward pass; and it has a dual
         clip of 3, here there is none.
         """
-        lower = batch.columns.get("lower", self.low_start)
-        upper = batch.columns.get("upper", self.high_start)
-        return clipped_losses(batch.ratios(logprobs), batch.advantages, lower, upper)
+        columns = batch.columns
+        return clipped_losses(batch.ratios(logprobs), batch.advantages, columns["lower"], columns["upper"])
 
 
 class M2poSettings(MethodSettings):

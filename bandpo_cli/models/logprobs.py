@@ -87,6 +87,23 @@ def _token_logprobs(
     return linear_logprobs(predicting, head.weight, head.bias, batch.targets, *options)
 
 
+def check_compiler(device: torch.device) -> None:
+    """Compile a small function. Raise UserError if torch.compile does not work on this machine."""
+    try:
+        torch.compile(torch.nn.functional.silu)(torch.ones(2, device=device))
+    except (RuntimeError, ImportError, OSError) as error:  # a missing compiler, a failed build, an old Triton
+        needs = f"torch.compile, which needs {'Triton' if device.type == 'cuda' else 'a C++ compiler'}"
+        raise UserError(f"model.compile: {needs}, fails: {first_line(error)}") from None
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile the modules of each layer in place, except its attention, whose shapes differ in every pass."""
+    for layer in checkpointed_layers(model):
+        for name, module in layer.named_children():
+            if not name.endswith(("attn", "attention")):
+                module.compile(dynamic=True)
+
+
 @torch.no_grad()
 def check_packed_forward(model: PreTrainedModel) -> None:
     """Compare `token_logprobs` on packed rows with the model's own forward pass on each sequence separately.

@@ -155,14 +155,15 @@ def merged_weight(name: str, weight: Tensor, a: Tensor, b: Tensor, scaling: floa
     give equal weights, and an element that is rounded away from 0 stays so while its sum grows.
 
     Args:
-        weight, a, b: W, [out, in], in float32 or bfloat16; A, [rank, in]; B, [out, rank].
+        weight, a, b: W, [out, in], in float32, bfloat16 or float16; A, [rank, in]; B, [out, rank].
     """
     total = torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
     if weight.dtype == torch.float32:
         return total
-    assert weight.dtype == torch.bfloat16, "the upper half of a float32"
+    # The last bits of a float32 that the dtype lacks. The smallest numbers of float16, below 6e-5, have fewer.
+    dropped = 2 ** {torch.bfloat16: 16, torch.float16: 13}[weight.dtype]
     generator = torch.Generator(weight.device).manual_seed(derive_seed(0, "rounding", name))
     bits = total.view(torch.int32)
-    bits += torch.randint(2**16, bits.shape, dtype=torch.int32, device=weight.device, generator=generator)
-    bits &= -(2**16)
+    bits += torch.randint(dropped, bits.shape, dtype=torch.int32, device=weight.device, generator=generator)
+    bits &= -dropped
     return total.to(weight.dtype)

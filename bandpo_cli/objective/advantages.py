@@ -6,7 +6,7 @@ group has no gradient, and an update leaves it out. A custom one decides this it
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -75,10 +75,38 @@ def batch_advantages(rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
     return centred / ((present.std() if len(present) > 1 else 0.0) + STD_EPS)
 
 
-def estimate_advantages(objective: ObjectiveConfig, rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
+def gdpo_advantages(
+    rewards_PG: Tensor, has_reward_PG: Tensor, parts: Sequence[tuple[float, Tensor]]
+) -> Tensor:
+    """Return the weighted sum of the `group_advantages` of several rewards, over its standard deviation + 1e-6, [P, G].
+
+    The deviation is that of all completions with a reward. Their mean, which the source subtracts, is 0.
+
+    Source: GDPO, arXiv 2601.05242. Equal to TRL 1.16, `multi_objective_aggregation="normalize_then_sum"`, which adds
+    1e-4. verl 0.9.1 (`gdpo`) takes mean and deviation over tokens.
+
+    Args:
+        parts: weight and values, [P, G], of each reward, NaN where it does not apply. `rewards_PG`, the sum of the
+            rewards, has no effect.
+    """
+    summed = torch.zeros_like(rewards_PG, dtype=torch.float64)
+    for weight, values_PG in parts:
+        present = has_reward_PG & ~values_PG.isnan()
+        summed += weight * group_advantages(values_PG.double(), has_reward_PG=present)
+    present = summed[has_reward_PG]
+    return summed / ((present.std() if len(present) > 1 else 0.0) + STD_EPS)
+
+
+def estimate_advantages(
+    objective: ObjectiveConfig,
+    rewards_PG: Tensor,
+    has_reward_PG: Tensor,
+    parts: Sequence[tuple[float, Tensor]] = (),
+) -> Tensor:
     """Return the advantages of the groups of a step by `objective.advantages`, [P, G].
 
-    A custom function receives the rewards in float64, 0 where there is none, and the mask.
+    `parts` are the weights and values of several rewards; see `gdpo_advantages`. A custom function receives the rewards
+    in float64, 0 where there is none, and the mask.
 
     Raises:
         ConfigError: a custom function raises an exception, or returns another shape or values that are not finite.
@@ -86,7 +114,8 @@ def estimate_advantages(objective: ObjectiveConfig, rewards_PG: Tensor, has_rewa
     name = objective.advantages
     if name in ADVANTAGES:
         # Only `group` has this argument: the settings refuse the value False for other estimators.
-        options = {} if objective.advantage_std else {"normalize_std": False}
+        options: dict[str, Any] = {} if objective.advantage_std else {"normalize_std": False}
+        options |= {"parts": parts} if ADVANTAGES[name].by_part else {}
         compute = load_attribute(ADVANTAGES[name].compute)
         return cast(Tensor, compute(rewards_PG, has_reward_PG=has_reward_PG, **options))
     function = load_setting("objective.advantages", name)

@@ -1,11 +1,13 @@
 """The objective of an update: weighted losses of a method, penalty to the reference model, entropy bonus, gradients."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.methods.loss import LossBatch, PolicyLoss, log_ratio, sequence_index, sequence_sum
 
 
@@ -38,7 +40,8 @@ def policy_objective(
 ) -> LossOutputs:
     """Return Σ weight·(keep·loss + reference_kl·k3 + drift_penalty·log²r) − bonus of a micro-batch, with its gradients.
 
-    keep is 0 for the completions that `objective.off_policy_mask` drops. The penalties apply to them, as in TRL 1.16.
+    keep is 0 for the completions that `objective.off_policy_mask` drops and the tokens that are not `batch.chosen`. The
+    penalties apply to them, as in TRL 1.16; the bonus is that of chosen tokens.
     The gradient is computed here, and not by a backward pass through the model, so that the part of the method alone
     is known per token. A token with the weight 0 has no gradient, even where the loss of another token depends on it.
 
@@ -48,12 +51,12 @@ def policy_objective(
         entropy: [n], entropy of the distribution of each token, nats. The bonus is `objective.entropy_bonus` times its
             sum with `weights`, as in verl; None without a bonus.
     """
-    objective = loss.objective
-    entropy_gradient = -objective.entropy_bonus * weights
+    objective, chosen = loss.objective, 1.0 if batch.chosen is None else batch.chosen
+    entropy_gradient = -objective.entropy_bonus * weights * chosen
     if batch.importance_weights is not None:
         weights = weights * batch.importance_weights
     logprobs = logprobs.detach().requires_grad_()
-    policy_weights = weights
+    policy_weights = weights * chosen
     if objective.off_policy_mask is not None:
         dropped = off_policy_tokens(logprobs, batch, objective.off_policy_mask)
         policy_weights = weights.masked_fill(dropped, 0.0)
@@ -89,6 +92,29 @@ def off_policy_tokens(logprobs: Tensor, batch: LossBatch, threshold: float) -> T
     """
     sums = sequence_sum(batch.sampled_logprobs - logprobs.detach(), batch.lengths)
     return (batch.advantages < 0) & (sums / batch.lengths > threshold)[sequence_index(batch.lengths)]
+
+
+def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
+    """Return the lowest entropy that `objective.top_entropy` trains, of n > 0 tokens: that of rank ⌊share·(n − 1)⌋ + 1.
+
+    The tokens at or above it are those above the quantile 1 − share in TRL 1.16, `get_high_entropy_mask`, which
+    interpolates between two tokens.
+    """
+    return entropy.sort(descending=True).values[int(share * (len(entropy) - 1))]
+
+
+def next_entropy_bonus(objective: ObjectiveConfig, coefficient: float, entropy: float) -> tuple[float, float]:
+    """Return the coefficient after a step with this entropy, and that of the bonus of the next step: the same, or 0.
+
+    Source: Skywork-OR1, arXiv 2505.22312, and `EntController` in verl/trainer/ppo/core_algos.py, which has
+    no bonus where the entropy is the target itself; there the entropy is the mean of −log π_old.
+    """
+    if math.isnan(entropy):  # of no token is known
+        return coefficient, coefficient
+    is_low = entropy <= (objective.entropy_target or 0.0)
+    change = objective.entropy_bonus_step if is_low else -objective.entropy_bonus_step
+    coefficient = min(max(coefficient + change, 0.0), objective.entropy_bonus_max)
+    return coefficient, coefficient if is_low else 0.0
 
 
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:

@@ -19,12 +19,14 @@ from bandpo_cli.bounds import RatioBounds, band_bounds
 from bandpo_cli.bounds.band import saturation
 from bandpo_cli.bounds.divergences_and_closed_forms import find_divergence
 from bandpo_cli.errors import UserError
-from bandpo_cli.methods.settings import CustomSettings, TrustRegionSettings, comparable_methods
+from bandpo_cli.methods import COMPARABLE, METHODS
+from bandpo_cli.methods.settings import CustomSettings, MethodSettings, TrustRegionSettings
+from bandpo_cli.registries import load_attribute
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PEERS = comparable_methods()
+PEERS: dict[str, MethodSettings] = {name: load_attribute(METHODS[name].settings)() for name in COMPARABLE}
 """Methods that a Band can be compared with, at their published settings."""
 
 _SMALLEST_P, _RATIO_FLOOR, _RATIO_CEILING = 1e-4, 1e-2, 1e3
@@ -143,19 +145,12 @@ def plot_intervals(
     curves: list[_Curve] = []  # a colour per divergence, a dash per radius; peers are grey
     for color, name in zip(cycle(style.LINE_COLORS), divergences, strict=False):
         for dash, delta in zip(cycle(_DASHES), deltas, strict=False):
-            bounds = band_bounds(np.log(p), name, delta, max_ratio)
-            curves.append(
-                (f"{name} δ={delta:g}", bounds, {"color": color, "linestyle": dash, "linewidth": 1.9})
-            )
+            line = {"color": color, "linestyle": dash, "linewidth": 1.9}
+            curves.append((f"{name} δ={delta:g}", band_bounds(np.log(p), name, delta, max_ratio), line))
     for dash, name in zip(cycle(_DASHES[1:]), peers, strict=False):
         for number, (label, _, bounds) in enumerate(_peer_curves(name, p)):
-            line = {
-                "color": style.MUTED_COLOR,
-                "linestyle": dash,
-                "linewidth": 1.9,
-                "alpha": 1 - 0.22 * number,
-            }
-            curves.append((label, bounds, line))
+            line = {"color": style.MUTED_COLOR, "linestyle": dash, "linewidth": 1.9}
+            curves.append((label, bounds, line | {"alpha": 1 - 0.22 * number}))
     title = "Allowed ratio and probability change of a token"
     subtitle = "old probability p, new probability r·p; grey: outside the simplex"
     figure, (ratios, changes) = style.new_figure(title, subtitle, panels=2)

@@ -32,15 +32,7 @@ from bandpo_cli.reports.plot_style import (
     variant_styles,
 )
 from bandpo_cli.reports.run_plots import smooth
-from bandpo_cli.reports.run_tables import (
-    RUN,
-    RunTables,
-    Score,
-    at_axis,
-    common_n,
-    percent_text,
-    scores_of,
-)
+from bandpo_cli.reports.run_tables import RUN, RunTables, Score, at_axis, common_n, percent_text, scores_of
 from bandpo_cli.reports.run_variants import format_setting
 from bandpo_cli.reports.saturating_fit import SaturatingFit
 from bandpo_cli.reports.tuned_settings import Lines, by_learning_rate
@@ -76,14 +68,9 @@ def plot_all(tables: RunTables, report: Report, out: Path) -> dict[str, Path]:
     scores = scores_of(tables)
     amounts = None if tables.level is None else tables.steps["amount"]
     curves = {score: common_curves(tables.steps[score], names, amounts) for score in scores}
-    smooth_values = (
-        tables.steps["entropy"]
-        .dropna()
-        .groupby(level=RUN, sort=False)
-        .transform(lambda values: smooth(values.tolist())[0])
-    )
-    entropies = smooth_values.reindex(tables.steps.index)
-    by_step = tuple(common_curves(values, names) for values in (tables.steps["accuracy"], entropies))
+    by_run = tables.steps["entropy"].dropna().groupby(level=RUN, sort=False)
+    entropies = by_run.transform(lambda values: smooth(values.tolist())[0]).reindex(tables.steps.index)
+    by_step = common_curves(tables.steps["accuracy"], names), common_curves(entropies, names)
     entropy = common_curves(entropies, names, amounts)
     over = tables.axis, tables.level
     over_sets = f", mean of {len(sets)} sets" if len(sets) > 1 else ""
@@ -98,18 +85,12 @@ def plot_all(tables: RunTables, report: Report, out: Path) -> dict[str, Path]:
         rates = by_learning_rate(tables.runs, score)
         title += " against learning rate"
         figures[f"{score}_lr"] = plot_by_learning_rate(rates, title, subtitle, y_label, _LIMITS[score])
-    figures |= {
-        "entropy": _plot_over(
-            over, entropy, styles, "Entropy of the policy", subtitle, _ENTROPY, (0, np.inf)
-        ),
-        "accuracy_entropy": _plot_accuracy_entropy(
-            by_step[0], by_step[1], styles, report.accuracy_level, subtitle, y_labels["accuracy"]
-        ),
-        "clip_by_probability": _plot_clip_table(tables.bins, names, styles, subtitle),
-    }
-    figures["accuracy_fit"] = _plot_fits(
-        report.fits, styles, subtitle, tables.axis.label, y_labels["accuracy"]
-    )
+    title, y_label = "Entropy of the policy", y_labels["accuracy"]
+    figures["entropy"] = _plot_over(over, entropy, styles, title, subtitle, _ENTROPY, (0, np.inf))
+    against = *by_step, styles, report.accuracy_level, subtitle, y_label
+    figures["accuracy_entropy"] = _plot_accuracy_entropy(*against)
+    figures["clip_by_probability"] = _plot_clip_table(tables.bins, names, styles, subtitle)
+    figures["accuracy_fit"] = _plot_fits(report.fits, styles, subtitle, tables.axis.label, y_label)
     if (tuning := report.tuning) is not None:
         score = scores[0] if tuning.metric == "area" else tuning.metric
         title, sweep = f"Tuning: held-out {score} against learning rate", escape_mathtext(tuning.sweep)

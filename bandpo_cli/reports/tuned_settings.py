@@ -9,14 +9,11 @@ from typing import Any, Literal, TypeGuard
 
 import pandas as pd
 
-from bandpo_cli.errors import UserError, plural
+from bandpo_cli.config.layers import flatten
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import ConfigError, UserError, plural
 from bandpo_cli.reports.run_tables import RunTables, Score, common_sets, scores_of
-from bandpo_cli.reports.run_variants import (
-    differing_settings,
-    format_setting,
-    method_name,
-    setting_texts,
-)
+from bandpo_cli.reports.run_variants import differing_settings, format_setting, method_name, setting_texts
 from bandpo_cli.storage.sweep_folder import PLAN_FILE, SweepFolder, validated
 
 Lines = dict[str, dict[float, list[float]]]
@@ -94,6 +91,15 @@ class Tuning:
     def chosen(self) -> dict[str, TunedVariant]:
         """The best variant of each group."""
         return {variant.group: variant for variant in self.variants if variant.chosen}
+
+    def check_chosen(self, group: str, config: RunConfig) -> None:
+        """Raise ConfigError if the settings of a run differ from those that were chosen for its group."""
+        given = flatten(config.model_dump(mode="json"), expand_lists=True)
+        for key, value in self.chosen[group].settings.items():
+            if (other := given.get(key, value)) != value:
+                why = f"{self.sweep} has chosen {format_setting(value)} for {group}"
+                again = "remove it from the flags, --config, --set and `fixed`"
+                raise ConfigError(f"{key} = {format_setting(other)}: {why}; {again}")
 
     def notes(self) -> list[str]:
         """Return a line per group: the best variant, its value, and the number of variants that it was chosen from."""

@@ -32,11 +32,7 @@ from bandpo_cli.metric_names import LABELS, STEP, Axis, has_nonbinary_rewards
 from bandpo_cli.storage.files import replace_nonfinite, step_name, step_of, write_text
 from bandpo_cli.storage.run_folder import RECORD_FILE, EvalFolder, RunFolder, find_folder, shell_command
 from bandpo_cli.storage.run_record import completions_path
-from bandpo_cli.storage.tables import (
-    TokenValues,
-    read_graded_completions,
-    read_token_values,
-)
+from bandpo_cli.storage.tables import TokenValues, read_graded_completions, read_token_values
 
 FIXED_CLIP = 0.2
 """ε of the fixed interval [1 − ε, 1 + ε] that clipped tokens are compared with, as in PPO and GRPO."""

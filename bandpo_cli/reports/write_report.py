@@ -35,13 +35,7 @@ from bandpo_cli.reports.controls import control_notes, evaluated_rewards
 from bandpo_cli.reports.report_plots import MAX_VARIANTS_PLOTTED, plot_all
 from bandpo_cli.reports.report_record import describe_methods, record_runs
 from bandpo_cli.reports.run_tables import RunTables, common_sets, entropy_at_equal_accuracy, read_runs
-from bandpo_cli.reports.run_variants import (
-    MAX_LISTED,
-    Selection,
-    common_start,
-    differing_settings,
-    is_within,
-)
+from bandpo_cli.reports.run_variants import MAX_LISTED, Selection, common_start, differing_settings, is_within
 from bandpo_cli.reports.saturating_fit import fit_caption, fit_variants
 from bandpo_cli.reports.tuned_settings import Tuning, read_tuning
 from bandpo_cli.storage.files import write_json, write_text

@@ -360,6 +360,8 @@ def _engine_settings(
         "enable_sleep_mode": sleeps,
         "worker_extension_cls": "bandpo_cli.sampling.vllm_worker.PolicyWorker",
     }
+    if settings.float32_head:
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
     if ranks.size > 1:
         # With another executor, vLLM would take all processes of the process group for workers of one engine. With this
         # one each group of `tensor_parallel` ranks is an engine, on the GPU of the environment variable LOCAL_RANK.

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from xxhash import xxh3_64_hexdigest
 
-from bandpo_cli.config.run import CheckpointConfig
+from bandpo_cli.config.batch_and_sampling import CheckpointConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import heldout_score
 from bandpo_cli.paths import ADAPTER_CONFIG, MODEL_CONFIG, read_json_object
@@ -60,6 +60,9 @@ class Progress:
         position: problems taken from the stream.
         problems: digest of the problems that the run trains and is evaluated on, or `ANY_PROBLEMS` where a fork begins
             whose settings of the problems are not those of its parent.
+        entropy_coefficient, entropy_bonus: with `objective.entropy_target` the coefficient that the controller has
+            reached, and that of the next step: the same, or 0.
+        loss_scale, scaled_updates: as in `Optimizer`.
     """
 
     step: int
@@ -67,6 +70,10 @@ class Progress:
     skipped_in_a_row: int
     position: int
     problems: str
+    entropy_coefficient: float = 0.0
+    entropy_bonus: float = 0.0
+    loss_scale: float = 1.0
+    scaled_updates: int = 0
 
 
 class Checkpoints(NamedTuple):

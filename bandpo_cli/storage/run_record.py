@@ -295,18 +295,12 @@ def _value(path: Path, pattern: str) -> str | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     """Return the output of a git command in `folder`, None if it fails; takes no lock that would block a commit."""
     try:
-        done = subprocess.run(
-            ["git", *arguments],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        )
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
+        environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+        done = subprocess.run(["git", *arguments], cwd=folder, env=environment, **options)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return str(done.stdout).strip()
 
 
 def completions_path(name: str, runs_dir: Path, step: int | None = None) -> Path:

@@ -204,7 +204,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 def by_variant(runs: Sequence[SweepRun]) -> dict[str, list[SweepRun]]:
     """Return the runs by variant, in the order of the first run of each variant."""
-    return {
-        variant: [run for run in runs if run.variant == variant]
-        for variant in dict.fromkeys(run.variant for run in runs)
-    }
+    grouped: dict[str, list[SweepRun]] = {}
+    for run in runs:
+        grouped.setdefault(run.variant, []).append(run)
+    return grouped

@@ -171,14 +171,9 @@ def _turn(message: Mapping[str, Any]) -> str:
 
 
 def write_token_table(path: Path, columns: Mapping[str, Any]) -> Path:
-    """Write the `TOKEN_COLUMNS` of `columns`: equally long sequences or NumPy arrays; infinities are allowed.
-
-    Raises ValueError when a column is missing or unknown, or when lengths differ.
-    """
+    """Write the `TOKEN_COLUMNS` of `columns`: equally long sequences or NumPy arrays; infinities are allowed."""
     import pyarrow as pa
 
-    if set(columns) != set(TOKEN_COLUMNS):
-        raise ValueError(f"token columns must be {', '.join(TOKEN_COLUMNS)}; got {', '.join(columns)}")
     return _write_columns(path, {name: (pa.float32(), columns[name]) for name in TOKEN_COLUMNS})
 
 
@@ -271,24 +266,18 @@ def read_recorded_tokens(folder: Path) -> dict[str, np.ndarray]:
     They are those of the steps with values per token (`token_values/`), or, in a run without, those of `tokens/`.
     Raises UserError if the run has neither, or a file is damaged.
     """
-    recorded = [
-        path for path in sorted((folder / "token_values").glob("step-*.parquet")) if step_of(path) is not None
-    ]
-    evaluated = [
-        path for path in sorted((folder / "tokens").glob("step-*.parquet")) if step_of(path) is not None
-    ]
-    if not recorded and not evaluated:
-        raise UserError(
-            f"{folder}: no recorded tokens there; evaluated steps have them (tokens/step-*.parquet)"
-        )
+    recorded, evaluated = (
+        [path for path in sorted((folder / name).glob("step-*.parquet")) if step_of(path) is not None]
+        for name in ("token_values", "tokens")
+    )
     names = ("old_logprob", "ratio", "advantage")
-    if not recorded:
-        tables = [[table[name] for name in names] for table in map(read_token_table, evaluated)]
-    else:
-        tables = [
-            [values.old_logprob, values.ratio, np.repeat(values.advantage, values.lengths)]
-            for values in map(read_token_values, recorded)
-        ]
+    tables = [
+        [values.old_logprob, values.ratio, np.repeat(values.advantage, values.lengths)]
+        for values in map(read_token_values, recorded)
+    ] or [[table[name] for name in names] for table in map(read_token_table, evaluated)]
+    if not tables:
+        where = "evaluated steps have them (tokens/step-*.parquet)"
+        raise UserError(f"{folder}: no recorded tokens there; {where}")
     columns = np.concatenate(tables, axis=1, dtype=np.float64)
     trained = ~np.isnan(columns).any(axis=0)
     return dict(zip(names, columns[:, trained], strict=True))

@@ -175,7 +175,11 @@ def estimate_disk_space(info: SweepInfo, runs_dir: Path) -> tuple[int, int]:
             sizes[path] = sizes[path] if path in sizes else _count_weights(user_path(path))
             written = 1 + (config.steps - info.forked_at - 1) // (settings.every or config.steps)
             kept = written if settings.keep_last is None else settings.keep_last + settings.keep_best
-            needed += sizes[path] * min(kept, written) * (14 if config.model.dtype == "bfloat16" else 12)
+            needed += (
+                sizes[path]
+                * min(kept, written)
+                * (14 if config.model.dtype in ("bfloat16", "float16") else 12)
+            )
     existing = next(folder for folder in (runs_dir, *runs_dir.absolute().parents) if folder.exists())
     return needed, shutil.disk_usage(existing).free
 

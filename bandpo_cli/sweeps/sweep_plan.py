@@ -130,9 +130,8 @@ class SweepPlan:
         """Return one line for forks, per matched radius and per tuned variant, each after its kind."""
         notes = []
         if fork := self.about.get("fork"):
-            notes.append(
-                ("fork of:", f"{fork}: the seed of a run decides the random numbers after this step")
-            )
+            seed = "the seed of a run decides the random numbers after this step"
+            notes.append(("fork of:", f"{fork}: {seed}"))
         for variant, match in self.about.get("matched", {}).items():
             clips = f"δ = {match['delta']:g}, which clips {match['reached']:.3%} of the recorded tokens"
             wanted = f"{variant.partition(MATCH_PREFIX)[2]}: {match['wanted']:.3%}"
@@ -195,7 +194,9 @@ def plan_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: Pat
         runs = plan_runs(config, layers, match)
     check_names(runs)
     checked: set[Any] = set()
-    for own in runs.values():
+    for run, own in runs.items():
+        if tuning is not None:
+            tuning.check_chosen(run.variant, own)
         if point is not None:
             point.changes(own)  # raises for a setting that cannot change
         sections = (own.model, own.task, own.bounds, own.sampling, own.objective.advantages)

@@ -48,8 +48,9 @@ def build_task(config: TaskSettings) -> Task:
 
     Files and data sets are read, and raise ConfigError, when their problems are first needed.
     """
-    check_package(config.name)
-    task: Task = load_attribute(TASKS[task_kind(config.name)].build)(config)
+    entry = TASKS[task_kind(config.name)]
+    check_package(entry)
+    task: Task = load_attribute(entry.build)(config)
     return task
 
 
@@ -88,11 +89,6 @@ def bare_question(text: str) -> str:
     return text
 
 
-def without_spaces(texts: Iterable[str]) -> list[str]:
-    """Return texts without spaces and without different forms of a character, which tokenizers may change."""
-    return ["".join(compatibility_form(text).split()) for text in [*texts]]
-
-
 def compatibility_form(text: str) -> str:
     """Return the NFKC form of a text in time linear in its length.
 
@@ -120,22 +116,17 @@ class ProblemStream:
     """
 
     def __init__(self, problems: Sequence[Problem], seed: int, position: int = 0) -> None:
-        """Create a stream; raise ValueError if `problems` is empty."""
-        if not problems:
-            raise ValueError("a stream needs at least one problem")
         self._problems, self._seed, self.position = problems, seed, position
         self._epoch, self._order = -1, [0]
 
     def next(self, count: int) -> list[Problem]:
-        """Return the next `count` problems and advance the position; raise the same error as `take`."""
+        """Return the next `count` problems and advance the position."""
         problems = self.take(self.position, count)
         self.position += count
         return problems
 
     def take(self, position: int, count: int) -> list[Problem]:
-        """Return the problems from `position` on, over epochs; raise ValueError for negative numbers."""
-        if position < 0 or count < 0:
-            raise ValueError(f"position {position} and count {count} must not be negative")
+        """Return the problems from `position` on, over epochs."""
         problems = []
         for index in range(position, position + count):
             epoch, offset = divmod(index, len(self._problems))

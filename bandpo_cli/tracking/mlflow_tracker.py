@@ -246,21 +246,18 @@ def send_evaluation(
         for path in filter(None, (folder, run_folder)):
             if os.access(path, os.W_OK):
                 stack.enter_context(send_lock(path, MLFLOW))
+        place, under, tracker = folder, "", None
         if run_folder is not None and read_places(run_folder, MLFLOW):
-            tracker = None
             with suppress(LookupError):  # MLflow does not have the run
                 tracker = _open_run(store, run_folder, {}, {}, create=False)
-            if tracker is not None:
-                tracker.send([point], again=True)
-                for file in files:
-                    tracker.send_file(file, folder, under=f"evals/{folder.name}")
-                return run_folder
-        tracker = _open_run(store, folder, params, env)
+                place, under = run_folder, f"evals/{folder.name}"
+        tracker = tracker or _open_run(store, folder, params, env)
         tracker.send([point], again=True)
         for file in files:
-            tracker.send_file(file, folder)
-        tracker.finish("FINISHED", {}, [])
-        return folder
+            tracker.send_file(file, folder, under)
+        if place == folder:
+            tracker.finish("FINISHED", {}, [])
+        return place
 
 
 def _open_run(

@@ -50,6 +50,7 @@ class Components(SamplingSetup):
         params: sampling parameters of training.
         problems_digest: hash of the problems of `stream` and `heldout`.
         ahead: the batch of the next step, where it was sampled before the present step has ended (`sampling.max_lag`).
+        entropy_coefficient, entropy_bonus: as in `Progress`.
     """
 
     reference: Policy | None
@@ -61,6 +62,8 @@ class Components(SamplingSetup):
     problems_digest: str
     ranks: Ranks
     ahead: SampledGroups | None = None
+    entropy_coefficient: float = 0.0
+    entropy_bonus: float = 0.0
 
     def progress(self, step: int) -> Progress:
         """Return the progress of the run after `step`."""
@@ -70,6 +73,10 @@ class Components(SamplingSetup):
             skipped_in_a_row=self.optimizer.skipped_in_a_row,
             position=self.stream.position,
             problems=self.problems_digest,
+            entropy_coefficient=self.entropy_coefficient,
+            entropy_bonus=self.entropy_bonus,
+            loss_scale=self.optimizer.loss_scale,
+            scaled_updates=self.optimizer.scaled_updates,
         )
 
     def resume_from(
@@ -90,6 +97,7 @@ class Components(SamplingSetup):
                 "restore the original data, or start a new run"
             )
         self.stream.position = progress.position
+        self.entropy_coefficient, self.entropy_bonus = progress.entropy_coefficient, progress.entropy_bonus
         if with_batch:
             self.ranks.agree(partial(self._read_ahead, checkpoint, progress.step))
         self.sampler.sync(self.policy.model, progress.updates)
@@ -186,6 +194,7 @@ def load_checkpoint(
             state = optimizer.empty_state(ranks.agree(lambda: saved_shapes(saved))[0])
             read_shards(saved, state, ranks)
         optimizer.load_state(state, progress.updates, progress.skipped_in_a_row)
+        optimizer.loss_scale, optimizer.scaled_updates = progress.loss_scale, progress.scaled_updates
     return progress
 
 

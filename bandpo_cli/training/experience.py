@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress
+from itertools import compress
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -28,16 +28,17 @@ from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import (
     TokenBatch,
+    balanced_owners,
     batch_rows,
     collate,
     device_tensor,
     empty_batch,
     host_copy,
-    rows_from_groups,
+    shared_rows,
 )
 from bandpo_cli.objective.advantages import wrong_peers
-from bandpo_cli.objective.policy_objective import AGGREGATIONS, off_policy_tokens
-from bandpo_cli.processes.ranks import Ranks, balanced_owners
+from bandpo_cli.objective.policy_objective import AGGREGATIONS, entropy_threshold, off_policy_tokens
+from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.types import Group
 
 
@@ -76,21 +77,25 @@ class OldPolicy(NamedTuple):
 
 
 def old_policy(
-    objective: ObjectiveConfig, loss: PolicyLoss, sampler_is_exact: bool, is_first: bool
+    objective: ObjectiveConfig,
+    loss: PolicyLoss,
+    sampler_is_exact: bool,
+    is_first: bool,
+    needs_entropy: bool = False,
 ) -> OldPolicy:
     """Choose where an update takes its values under π_old from; `is_first` for the first update after sampling.
 
     The ratio is taken to the sampler's log-probs if `objective.old_logprobs` says so, and in later updates if they are
     exact. The first update takes its own even then: its ratios are exactly 1. A method that compares all tokens of an
-    update cannot wait for that pass. A pass that only serves metrics needs `objective.all_token_metrics`, unless it is
-    a part of the first update.
+    update cannot wait for that pass, and with `needs_entropy` the update needs the entropies of all its tokens. A pass
+    that only serves metrics needs `objective.all_token_metrics`, unless it is a part of the first update.
     """
     if objective.old_logprobs == "sampler" or (sampler_is_exact and not is_first):
         measured: Pass | None = "own pass" if is_first else None
-        if objective.all_token_metrics and not (is_first or sampler_is_exact):
+        if needs_entropy or (objective.all_token_metrics and not (is_first or sampler_is_exact)):
             measured = "extra pass"
         return OldPolicy("sampler", measured, sampler_is_exact)
-    source: Pass = "own pass" if is_first and not loss.needs_all_tokens else "extra pass"
+    source: Pass = "own pass" if is_first and not (loss.needs_all_tokens or needs_entropy) else "extra pass"
     return OldPolicy(source, source, sampler_is_exact)
 
 
@@ -108,6 +113,7 @@ class Experience(LossBatch):
         sampler_logprobs: as in `LossBatch`; also `old_logprobs`, until the source `old` has given other ones.
         trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them; None where it does not.
         entropy: [N] float32, entropy of π_old at T=1, by the trainer, else by the sampler; None where neither is known.
+        entropy_threshold: the lowest entropy of a `chosen` token, scalar; None without `objective.top_entropy`.
         left_out: the tokens of the update's other groups, whose advantages are all 0. They do not go through the model
             in the update, but count in the normalisation of the loss and in the metrics that need no ratio.
     """
@@ -121,6 +127,7 @@ class Experience(LossBatch):
     old: OldPolicy
     trainer_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+    entropy_threshold: torch.Tensor | None = None
     left_out: Experience | None = None
 
     @property
@@ -153,10 +160,11 @@ class Experience(LossBatch):
         return None if threshold is None else off_policy_tokens(logprobs, self, threshold)
 
     def trained_advantages(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """Return the advantages, and 0 for masked and dropped tokens, which have no policy loss, [N]."""
+        """Return the advantages, and 0 for masked, dropped and not chosen tokens, which have no policy loss, [N]."""
         masked = None if self.importance_weights is None else self.importance_weights == 0
+        others = None if self.chosen is None else ~self.chosen
         advantages = self.advantages
-        for mask in (masked, self.dropped(logprobs)):
+        for mask in (masked, self.dropped(logprobs), others):
             if mask is not None:
                 advantages = advantages.masked_fill(mask, 0.0)
         return advantages
@@ -176,6 +184,7 @@ class Experience(LossBatch):
             ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[tokens],
             sampler_logprobs=self.sampler_logprobs[tokens],
             wrong_peers=None if self.wrong_peers is None else self.wrong_peers[completions],
+            chosen=None if self.chosen is None else self.chosen[tokens],
         )
         if self.old.source == "own pass":
             return self._under_trainer(batch, logprobs.detach())
@@ -257,13 +266,19 @@ def prepare_updates(
     finished_PG = [[item.completion.finish_reason == "stop" for item in group.rollouts_G] for group in groups]
     has_loss_PG = torch.tensor(finished_PG) | (not objective.mask_truncated)
     advantages_PG = advantages_PG.where(has_loss_PG, 0.0)
+    needs_entropy = objective.top_entropy is not None and not all(
+        len(item.completion.entropies) == len(item.completion.token_ids)
+        for group in groups
+        for item in group.rollouts_G
+    )
     experiences = []
     for start in range(0, len(groups), size):
         advantages, has_loss = (values[start : start + size] for values in (advantages_PG, has_loss_PG))
         runs = active_groups(advantages)
-        if reference or loss.needs_all_tokens or objective.entropy_bonus or objective.drift_penalty:
+        has_bonus = objective.entropy_bonus or objective.entropy_target is not None
+        if reference or loss.needs_all_tokens or has_bonus or objective.drift_penalty:
             runs = torch.ones_like(runs)
-        old = old_policy(objective, loss, sampler_is_exact, is_first=start == 0)
+        old = old_policy(objective, loss, sampler_is_exact, is_first=start == 0, needs_entropy=needs_entropy)
         used, others = ([*compress(groups[start : start + size], mask.tolist())] for mask in (runs, ~runs))
         experience = _sampled(used, advantages[runs].to(policy.device), has_loss[runs], loss, old)
         experience = _with_micro_batches(experience, policy, max_tokens)
@@ -277,12 +292,31 @@ def prepare_updates(
             experience = experience.measured(*_forward(policy, experience, temperature))
         if others:
             left_out = _sampled(others, advantages[~runs].to(policy.device), has_loss[~runs], loss, old)
-            if objective.all_token_metrics and not sampler_is_exact:
+            if needs_entropy or (objective.all_token_metrics and not sampler_is_exact):
                 in_model = _with_micro_batches(left_out, policy, max_tokens)
                 left_out = left_out.measured(*_forward(policy, in_model, temperature))
             experience = replace(experience, left_out=left_out)
+        if objective.top_entropy is not None:
+            experience = _with_chosen(experience, objective.top_entropy)
         experiences.append(experience)
     return experiences
+
+
+def _with_chosen(experience: Experience, share: float) -> Experience:
+    """Return the experience with the share of tokens that have the highest entropy as `chosen`.
+
+    The share is one of the tokens of all groups and ranks, without those that `objective.mask_truncated` masks.
+    """
+    columns = []
+    for part in experience.parts:
+        assert part.entropy is not None
+        has_loss = device_tensor(part.has_loss, part.lengths.device)
+        columns.append(part.entropy[has_loss.repeat_interleave(part.lengths, output_size=part.tokens)])
+    if not len(entropy := torch.cat(columns)):
+        return experience
+    assert experience.entropy is not None
+    threshold = entropy_threshold(entropy, share)
+    return replace(experience, chosen=experience.entropy >= threshold, entropy_threshold=threshold)
 
 
 @torch.no_grad()
@@ -316,8 +350,8 @@ def _sampled(
     if not all(completion.token_ids for completion in completions):
         raise RunError("the sampler returned a completion without a token, not even an end token")
     device = advantages_PG.device
-    lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
     peers = [share for group in groups for share in wrong_peers(group)]
+    lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
     sampler_logprobs = device_tensor(np.concatenate([item.logprobs for item in completions]), device)
     entropy = None
     if all(len(item.entropies) == len(item.token_ids) for item in completions):
@@ -344,15 +378,18 @@ def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int)
     The ranks have about equal numbers of tokens, and equal numbers of micro-batches: some may be empty, because every
     pass through a sharded model needs all ranks.
     """
-    ranks, device, groups = policy.ranks, policy.device, experience.groups
-    prompts_P = [len(group.rollouts_G[0].prompt_ids) for group in groups]
-    completions_PG = [[rollout.completion for rollout in group.rollouts_G] for group in groups]
-    lengths_PG = [[len(item.marked_ids) for item in completions_G] for completions_G in completions_PG]
-    owners_PG = np.array(balanced_owners(prompts_P, lengths_PG, ranks.size))
-    token_owners = owners_PG.repeat([len(item.token_ids) for item in chain.from_iterable(completions_PG)])
+    ranks, device, groups = policy.ranks, experience.lengths.device, experience.groups
+    prompts_P = [group.rollouts_G[0].prompt_ids for group in groups]
+    completions_PG = [[rollout.completion.marked_ids for rollout in group.rollouts_G] for group in groups]
+    lengths_PG = [[*map(len, completions_G)] for completions_G in completions_PG]
+    owners_PG = np.array(balanced_owners([*map(len, prompts_P)], lengths_PG, ranks.size))
+    token_owners = owners_PG.repeat(
+        [len(item.completion.token_ids) for group in groups for item in group.rollouts_G]
+    )
     sequences, tokens = (np.flatnonzero(owners == ranks.rank) for owners in (owners_PG, token_owners))
     batches = []
-    for rows in batch_rows(rows_from_groups(groups, (owners_PG == ranks.rank).tolist()), max_tokens):
+    own_rows = shared_rows(prompts_P, completions_PG, (owners_PG == ranks.rank).tolist())
+    for rows in batch_rows(own_rows, max_tokens):
         batch = collate(rows, device)
         n, s = len(batch.targets), sum(len(row.completions) for row in rows)
         places = (device_tensor(tokens[:n], device), device_tensor(sequences[:s], device))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from bandpo_cli.callbacks import StepReport
@@ -27,6 +28,7 @@ from bandpo_cli.methods.loss import policy_loss
 from bandpo_cli.metric_names import TOTAL_SECONDS
 from bandpo_cli.models.load import release_cached_memory
 from bandpo_cli.objective.advantages import estimate_advantages
+from bandpo_cli.objective.policy_objective import next_entropy_bonus
 from bandpo_cli.sampling.sampler import is_exact
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training.build import Components
@@ -40,7 +42,7 @@ from bandpo_cli.training.metrics import (
     token_values,
     update_metrics,
 )
-from bandpo_cli.training.performance import PackedWork, RunTotals, StepTimer, computes_prompts_once
+from bandpo_cli.training.performance import PackedWork, RunTotals, StepTimer
 from bandpo_cli.training.rollout_batches import RolloutBatches
 from bandpo_cli.training.update import handle_bad_update, update_policy
 from bandpo_cli.types import Group, Rollout
@@ -76,10 +78,13 @@ def train(
     policy, optimizer, is_main = components.policy, components.optimizer, components.ranks.is_main
     reference = None if components.reference is None else components.reference.model
     totals = RunTotals(components.ranks.on_main(folder.read_metrics))
-    prompt_once = computes_prompts_once(config, components.sampler)
+    # vLLM caches prompts and turns. The transformers engine has no cache between the turns of a conversation.
+    has_cache = (
+        config.sampling.vllm.prefix_caching if components.sampler.streams else not config.task.functions
+    )
+    work = PackedWork(policy.model, components.ranks, reference, has_cache)
     with (
         CheckpointWriter(config, components, folder) as writer,
-        PackedWork(policy.model, components.ranks, reference, prompt_once) as work,
         RolloutBatches(config, components) as batches,
     ):
         about = config, components, folder, writer, totals
@@ -98,19 +103,21 @@ def train(
             work.note_memory()
             released = components.sampler.sleep()
             batches.start(step + 1)  # only with sampling.max_lag
-            with timer.phase("logprobs"):
+            adapts = config.objective.entropy_target is not None
+            settings = with_entropy_bonus(config, components.entropy_bonus) if adapts else config
+            with work, timer.phase("logprobs"):
                 # → advantages → token batches → old log-probs → bounds
                 advantages_PG = step_advantages(config, rollouts.groups)
-                loss = policy_loss(config.bounds.at_step(step, config.steps), config.objective)
+                loss = policy_loss(config.bounds.at_step(step, config.steps), settings.objective)
                 # The log-probs of older weights are not the trainer's, whichever engine computed them.
                 exact = config.sampling.max_lag == 0 and is_exact(components.sampler, policy)
                 graded = rollouts.groups, advantages_PG
-                experiences = prepare_updates(policy, components.reference, *graded, loss, config, exact)
-            with timer.phase("update"):
+                experiences = prepare_updates(policy, components.reference, *graded, loss, settings, exact)
+            with work, timer.phase("update"):
                 # → loss → optimizer step, once per experience
                 run = folder.path if is_main else None
                 on_bad_update = partial(handle_bad_update, config, optimizer, step, run)
-                updates = update_policy(policy, optimizer, experiences, config, on_bad_update)
+                updates = update_policy(policy, optimizer, experiences, settings, on_bad_update)
                 del experiences
                 optimizer.zero_grad()  # no gradients are held while the sampler wakes up and samples
             with timer.phase("record"):
@@ -121,6 +128,8 @@ def train(
                 scheduled = config.bounds.scheduled(step, config.steps)
                 record |= {f"bounds/{name}": value for name, value in scheduled.items()}
                 record |= work.metrics(timer, rollouts, updates.trained, totals, released)
+                if adapts:
+                    record |= _adapt_entropy_bonus(config, components, record["train/entropy"])
                 last = step if config.stop.budget_reached(record) else config.steps
                 if config.sampling.max_lag:
                     record["sampler/lag"] = float(lag)
@@ -147,7 +156,25 @@ def step_advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
     grades_PG = [[rollout.grade for rollout in group.rollouts_G] for group in groups]
     pairs_PG = [[(grade.reward, grade.has_reward) for grade in grades] for grades in grades_PG]
     rewards_PG, has_reward_PG = torch.tensor(pairs_PG, dtype=torch.float64).unbind(dim=2)
-    return estimate_advantages(config.objective, rewards_PG, has_reward_PG.bool()).float()
+    parts = []
+    for part in config.task.rewards or ():
+        values_PG = [[grade.components.get(part.label) for grade in grades] for grades in grades_PG]
+        parts.append((part.weight, torch.from_numpy(np.array(values_PG, np.float64))))  # None becomes NaN
+    return estimate_advantages(config.objective, rewards_PG, has_reward_PG.bool(), parts).float()
+
+
+def with_entropy_bonus(config: RunConfig, coefficient: float) -> RunConfig:
+    """Return the settings of a step whose entropy bonus has this coefficient."""
+    objective = config.objective.model_copy(update={"entropy_bonus": coefficient})
+    return config.model_copy(update={"objective": objective})
+
+
+def _adapt_entropy_bonus(config: RunConfig, components: Components, entropy: float) -> dict[str, float]:
+    """Set the coefficient of the next step's entropy bonus, and return the metrics of this step's."""
+    before = components.entropy_coefficient, components.entropy_bonus
+    adapted = next_entropy_bonus(config.objective, before[0], entropy)
+    components.entropy_coefficient, components.entropy_bonus = adapted
+    return dict(zip(("train/entropy_coefficient", "train/entropy_bonus"), before, strict=True))
 
 
 def _finish_step(

@@ -131,6 +131,7 @@ def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
     """Return the metrics of each token at its own update; if all updates were skipped, only learning rate and skips."""
     metrics = {"optim/lr": updates.lr, "optim/skipped_updates": float(len(updates.skipped))}
+    metrics |= {} if updates.loss_scale is None else {"optim/loss_scale": updates.loss_scale}
     trained, forwards = updates.trained, updates.forwards
     if not trained:
         return metrics
@@ -157,6 +158,10 @@ def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
     }
     if (dropped := _joined(batch.dropped(item.logprobs) for batch, item in pairs)) is not None:
         metrics["clip/off_policy_masked_fraction"] = dropped.double().mean().item()
+    if (chosen := _joined(batch.chosen for batch in trained)) is not None:
+        thresholds = [batch.entropy_threshold for batch in trained if batch.entropy_threshold is not None]
+        metrics["train/top_entropy_fraction"] = chosen.double().mean().item()
+        metrics["train/top_entropy_threshold"] = torch.stack(thresholds).mean().item()
     if (of_reference := _joined(batch.ref_logprobs for batch in trained)) is not None:
         metrics["kl/ref"] = k3(logprobs, of_reference).mean().item()
     return metrics

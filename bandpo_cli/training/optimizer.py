@@ -26,6 +26,16 @@ class NonFiniteError(RunError):
     """A loss, gradient, log-prob or weight is NaN or infinite; raised before the weights change."""
 
 
+class GradientNormError(NonFiniteError):
+    """The norm of the gradient is NaN or infinite, although log-probs and loss are finite."""
+
+
+FIRST_LOSS_SCALE = 2.0**16
+GROWTH_UPDATES = 400
+"""The factor on the loss of a model in float16 at the start, as in torch's GradScaler, and the number of updates
+without an overflow after which it doubles, as in verl 0.9.1."""
+
+
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1.0 - progress,
@@ -53,6 +63,9 @@ class Optimizer:
         update: number of updates so far, including skipped ones: the position in the schedule, and the version of
             the weights.
         skipped_in_a_row: number of consecutive skipped updates up to now; 0 after an applied one.
+        is_scaled: the model computes in float16, whose smallest gradients would become 0 without a factor on the loss.
+        loss_scale: this factor, by which the gradients are divided again; 1 for other models.
+        scaled_updates: number of updates since it last changed.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, total_updates: int) -> None:
@@ -68,6 +81,7 @@ class Optimizer:
         self._with_master = {
             name for name, master in self._masters.items() if master.dtype != (saved or trained[name].dtype)
         }
+        self.is_scaled = torch.float16 in {saved, *(parameter.dtype for parameter in trained.values())}
         self._fused = all(parameter.device.type in FUSED_DEVICES for parameter in self._parameters)
         self._adamw = torch.optim.AdamW(
             self._parameters,
@@ -79,8 +93,8 @@ class Optimizer:
             # bytes per parameter.
             fused=self._fused,
         )
-        self.update = 0
-        self.skipped_in_a_row = 0
+        self.update = self.skipped_in_a_row = self.scaled_updates = 0
+        self.loss_scale = FIRST_LOSS_SCALE if self.is_scaled else 1.0
 
     @property
     def lr(self) -> float:
@@ -156,7 +170,10 @@ class Optimizer:
             check: called with the norm before the weights change, returns its value, and may raise NonFiniteError.
         """
         limit = math.inf if self._config.max_grad_norm is None else self._config.max_grad_norm
-        total = nn.utils.get_total_norm([item.grad for item in self._parameters if item.grad is not None])
+        gradients = [item.grad for item in self._parameters if item.grad is not None]
+        if self.is_scaled:
+            torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
+        total = nn.utils.get_total_norm(gradients)
         norm = check(full_tensor(total))
         if norm > UNCLIPPED * limit:
             nn.utils.clip_grads_with_norm_(self._parameters, limit, total)
@@ -169,7 +186,18 @@ class Optimizer:
                 torch._foreach_copy_([*parameters], [*masters])
         self.update += 1
         self.skipped_in_a_row = 0
+        if self.is_scaled:
+            self.scaled_updates = (self.scaled_updates + 1) % GROWTH_UPDATES
+            self.loss_scale *= 1.0 if self.scaled_updates else 2.0
         return norm
+
+    def skip_overflow(self) -> bool:
+        """Halve `loss_scale` and skip the update, which does not count as `skipped_in_a_row`; False where it is 1."""
+        if self.loss_scale <= 1.0:
+            return False
+        self.loss_scale, self.scaled_updates = self.loss_scale / 2.0, 0
+        self.update += 1
+        return True
 
     def skip(self) -> None:
         """Skip an update: weights, masters and moments stay, the learning-rate schedule advances."""

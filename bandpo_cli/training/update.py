@@ -7,6 +7,7 @@ update (`handle_bad_update`).
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,9 @@ from bandpo_cli.models.weights import local_tensor
 from bandpo_cli.objective.policy_objective import policy_objective
 from bandpo_cli.storage.tables import BAD_BATCHES, MAX_BAD_BATCHES, write_bad_batch
 from bandpo_cli.training.experience import Experience, adapted
-from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
+from bandpo_cli.training.optimizer import GradientNormError, NonFiniteError, Optimizer
+
+log = logging.getLogger("bandpo_cli")
 
 
 class Forward(NamedTuple):
@@ -54,6 +57,7 @@ class AppliedUpdates:
 
     Attributes:
         lr: learning rate of the last update, applied or skipped.
+        loss_scale: as in `Optimizer`, after the last update; None for a model that is not in float16.
         skipped: the experiences of skipped updates.
     """
 
@@ -61,6 +65,7 @@ class AppliedUpdates:
     forwards: list[Forward] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     lr: float = 0.0
+    loss_scale: float | None = None
     skipped: list[Experience] = field(default_factory=list)
 
     def on_host(self) -> AppliedUpdates:
@@ -101,10 +106,16 @@ def update_policy(
         optimizer.zero_grad()
         if experience.loss.adapts and experience.old.source != "own pass":
             experience = adapted(policy, experience, config.sampling.temperature)
-        forward = accumulate_gradient(policy, experience, config)
+        forward = accumulate_gradient(policy, experience, config, optimizer.loss_scale)
         try:
             norm = optimizer.step(partial(finite_norm, experience, forward))
         except NonFiniteError as error:
+            if isinstance(error, GradientNormError) and optimizer.skip_overflow():
+                skipped = "the gradient of update %d overflows in float16; it is skipped, the loss scale falls to %g"
+                if policy.ranks.is_main:
+                    log.warning(skipped, optimizer.update, optimizer.loss_scale)
+                updates.skipped.append(experience)
+                continue
             if on_bad_update is None:
                 raise
             on_bad_update(number, experience, forward, error)
@@ -114,6 +125,7 @@ def update_policy(
         updates.trained.append(experience.updated(forward.logprobs, forward.entropy))
         updates.forwards.append(forward)
         updates.grad_norms.append(norm)
+    updates.loss_scale = optimizer.loss_scale if optimizer.is_scaled else None
     return updates
 
 
@@ -137,14 +149,16 @@ def finite_norm(experience: Experience, forward: Forward, norm: torch.Tensor) ->
     for name, bad in zip(known, bad_counts, strict=True):
         if bad:
             raise NonFiniteError(f"{name} are not finite at {int(bad):,} of {experience.tokens:,} tokens")
-    for name, number in (("loss", loss), ("gradient norm", value)):
+    for name, number, kind in (("loss", loss, NonFiniteError), ("gradient norm", value, GradientNormError)):
         if not math.isfinite(number):
-            raise NonFiniteError(f"the {name} is {number}")
+            raise kind(f"the {name} is {number}")
     return float(value)
 
 
-def accumulate_gradient(policy: Policy, experience: Experience, config: RunConfig) -> Forward:
-    """Compute the loss of an update and add its gradient to the parameters, micro-batch by micro-batch.
+def accumulate_gradient(
+    policy: Policy, experience: Experience, config: RunConfig, loss_scale: float = 1.0
+) -> Forward:
+    """Compute the loss of an update and add its gradient, times `loss_scale`, to the parameters, pass by pass.
 
     The aggregation weights are those of the complete update, so the sum over micro-batches of any size, and over ranks,
     is its loss.
@@ -165,7 +179,7 @@ def accumulate_gradient(policy: Policy, experience: Experience, config: RunConfi
             if new.sampling_entropy is not None:
                 outputs.append(new.sampling_entropy)
                 gradients.append(out.entropy_gradient)
-            torch.autograd.backward(outputs, gradients)
+            torch.autograd.backward(outputs, [gradient * loss_scale for gradient in gradients])
         micro.tokens.packing.drop_masks()
         losses.append(out.loss)
         tokens = (new.logprobs.detach(), out.ratios, out.gradient_weights, new.entropy)
@@ -209,7 +223,7 @@ def handle_bad_update(
         return
     tries = {
         f"a lower optim.lr than {optim.lr:g}": True,
-        "model.dtype=float32": config.model.dtype == "bfloat16",
+        "model.dtype=float32": config.model.dtype in ("bfloat16", "float16"),
         "optim.max_grad_norm=1": optim.max_grad_norm is None or optim.max_grad_norm > 1,
         "optim.max_skips=5, which skips such updates": not optim.max_skips,
     }

@@ -30,7 +30,7 @@ from scripts.gpu_check.kernels import check_attention, check_head, check_logprob
 from scripts.gpu_check.race import check_race, check_trl
 from scripts.gpu_check.ranks import check_ranks
 from scripts.gpu_check.results import Line, Measured, Skipped, passed, table, write_json
-from scripts.gpu_check.throughput import PRIME_RL, check_first_shapes, check_prime_rl
+from scripts.gpu_check.throughput import PRIME_RL, check_compiled, check_first_shapes, check_prime_rl
 from scripts.gpu_check.training import (
     check_ahead,
     check_deterministic,
@@ -52,6 +52,7 @@ CHECKS: dict[str, Check] = {
     "head-1.5b": partial(check_head, shape="1.5b"),
     "attention": check_attention,
     "first-shapes": check_first_shapes,
+    "compiled": check_compiled,
     "step-0.5b": partial(check_step, shape="0.5b"),
     "memory-0.5b": partial(check_memory, shape="0.5b"),
     "resume": check_resume,

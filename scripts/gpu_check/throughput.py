@@ -104,6 +104,22 @@ def check_first_shapes(work: Work) -> Measured:
     return measured
 
 
+def check_compiled(work: Work) -> Measured:
+    """Time updates with and without `model.compile`, on lengths that both have seen, and the first one with it."""
+    size, seconds = work.size, {}
+    lengths_PG = [[size.max_tokens] * size.samples for _ in range(size.prompts)]
+    measured = Measured()
+    for name, compiled in (("plain", False), ("compiled", True)):
+        updates = Updates(work.config("0.5b", model={"compile": compiled}, optim={"updates": 1}))
+        measured.values[f"first_{name}_s"] = updates.seconds(lengths_PG, size.prompt_chars)
+        seconds[name] = statistics.median(
+            updates.seconds(lengths_PG, size.prompt_chars) for _ in range(ROUNDS)
+        )
+        measured.values[f"{name}_s"] = seconds[name]
+    measured.values["compiled_over_plain"] = seconds["compiled"] / seconds["plain"]
+    return measured
+
+
 def decode_values(work: Work, sampler: Any) -> dict[str, float]:
     """Return vLLM's milliseconds per decoding step by the number of sequences, and its processor time per sequence.
 

@@ -80,11 +80,13 @@ def test_the_table_fits_80_columns_and_shows_every_method(run):
     assert "…" not in result.out
 
 
-def test_probabilities_from_a_file_and_from_standard_input(run, monkeypatch):
-    Path("probs.txt").write_text("# made by hand\n0.1, 0.2\n0.3  # the last\n")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("0.4\n0.5"))
-    rows = json.loads(run("0.6", "-", "--file", "probs.txt", "--format", "json").out)
-    assert [row["prob"] for row in rows] == [0.6, 0.4, 0.5, 0.1, 0.2, 0.3]
+def test_probabilities_from_standard_input(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("# made by hand\n0.1, 0.2\n0.3  # the last\n"))
+    rows = json.loads(run("0.6", "-", "--format", "json").out)
+    assert [row["prob"] for row in rows] == [0.6, 0.1, 0.2, 0.3]
+    for text, part in (("0.1\n0.2 x\n", "standard input, line 2: 'x'"), ("# none", "no probability in it")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert part in run("-").err
 
 
 def test_match_computes_delta(run):

@@ -23,16 +23,6 @@ def scored(text: str) -> Reply:
 
 
 @pytest.mark.slow
-def test_an_unreachable_judge_is_an_error_of_one_line_before_the_run(tmp_path):
-    for flags in ((), ("--dry-run",)):
-        done = bandpo("train", *JUDGE, *flags, cwd=tmp_path, JUDGE_URL="http://127.0.0.1:9/v1")
-        assert (done.code, done.err.count("\n")) == (2, 1)
-        assert "'examples.judge:judge' failed in a trial call: ClientConnectorError: " in done.err
-        assert "; start the server that it calls, or correct the function or the address" in done.err
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.slow
 def test_an_outage_of_two_steps_costs_their_rewards_and_no_step(tmp_path):
     """Calls are numbered from 1, the trial call; 16 follow per step. In step 4 some calls fail."""
 

@@ -419,8 +419,7 @@ def test_who_prints_an_error(tmp_path, environ, printed, capsys):
 
 def test_an_unexpected_error_is_recorded_with_its_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "bandpo_cli.__main__.app",
-        mock.Mock(side_effect=[ZeroDivisionError("x"), ZeroDivisionError("x")]),
+        "bandpo_cli.__main__.app", mock.Mock(side_effect=[ZeroDivisionError("x"), ZeroDivisionError("x")])
     )
     monkeypatch.setattr("bandpo_cli.__main__.silence_other_ranks", lambda: None)
     for rank, raised in (("0", ZeroDivisionError), ("1", SystemExit)):

@@ -41,7 +41,6 @@ FILES = {
     "runs/deltas/sweep.yaml": "name: deltas\n",
     "runs/broken/config.yaml": "seed: 1\n",
     "runs/broken/metrics.jsonl": "no JSON\n",
-    "bad.txt": "0.1\n0.2 x\n",
     "broken.jsonl": '{"question": "q", "answer": "1"}\n{"question": "r" "answer": "2"}\n',
 }
 """A folder with runs with and without checkpoints, damaged evaluations, and files of every kind."""
@@ -198,6 +197,9 @@ MISTAKES: dict[str, list[str]] = {
     "eval cmpare a b": ["cmpare", "compare"],
     "eval compare half half": ["no metrics by problem", "finish the evaluation first"],
     "eval compare half half --margin 0": ["--margin 0: a difference of accuracies above 0 and below 1"],
+    "report delats": ["no such folder (did you mean 'deltas'?)"],
+    "report deltas --format csv": ["--format csv: unknown; allowed: table, json"],
+    "report my-run --x metres": ["--x metres: unknown (did you mean 'tokens'?)"],
     "report my-run --margin=-0.1": ["--margin -0.1: a difference of accuracies above 0"],
     "eval compare my-run my-run": ["not evaluated in training"],
     # sync
@@ -219,9 +221,6 @@ MISTAKES: dict[str, list[str]] = {
     "bounds 0.1 --delta nan": ["--delta", "> 0"],
     "bounds 0.1 --delta big": ["--delta", "'big'"],
     "bounds 0.1 --max-ratio 1": ["--max-ratio", "> 1"],
-    "bounds --file missing.txt": ["--file missing.txt", "No such file"],
-    "bounds --file empty.jsonl": ["--file empty.jsonl", "no probability"],
-    "bounds --file bad.txt": ["bad.txt, line 2", "'x'"],
     "bounds 0.1 --plot out.jpg": ["--plot out.jpg", ".png, .svg, .pdf"],
     "bounds 0.1 --plot nowhere/out.png": ["--plot nowhere/out.png", "a folder that exists"],
     "bounds --match clip": ["--match", "--at"],
@@ -282,26 +281,14 @@ def test_grpo_and_ppo_mean_clip(alias):
 
 def test_flags_are_settings_also_with_value_0(folder, monkeypatch):
     (folder / "seed.yaml").write_text("seed: 3\n")
-    flags = [
-        "-c",
-        "seed.yaml",
-        "--lr",
-        "3e-6",
-        "--max-tokens",
-        "7",
-        "--seed",
-        "0",
-        "--dry-run",
-        "--all-settings",
-    ]
-    printed = succeed("train", *flags, cwd=folder).out
+    command = "train -c seed.yaml --lr 3e-6 --max-tokens 7 --seed 0 --dry-run --all-settings"
+    printed = succeed(*command.split(), cwd=folder).out
     for line in ("lr: 3.0e-06", "max_tokens: 7", "seed: 0"):
         assert f"{line}\n" in printed
     planned = []
     monkeypatch.setattr(SweepView, "print_plan", lambda _, info: planned.append(info))
     monkeypatch.setattr("bandpo_cli.sweeps.estimate.check_starts", lambda *_: None)
-    axes = ["--lr", "1e-5,1e-6", "--max-tokens", "6,8", "--steps", "2", "--dry-run"]
-    succeed("sweep", *axes, cwd=folder)
+    succeed(*["sweep", "--lr", "1e-5,1e-6", "--max-tokens", "6,8", "--steps", "2", "--dry-run"], cwd=folder)
     runs = {(config.optim.lr, config.sampling.max_tokens) for config in planned[0].configs.values()}
     assert runs == {(1e-5, 6), (1e-5, 8), (1e-6, 6), (1e-6, 8)}
 

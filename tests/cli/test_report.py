@@ -80,25 +80,6 @@ def test_excluded_runs_are_listed(report, tmp_path):
     assert "excluded: c: config.yaml, line " in arguments
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["delats"], "did you mean 'deltas'?"),
-        (
-            ["deltas", "--baseline", "klip"],
-            "baseline = 'klip': no variant of that name (did you mean 'clip'?)",
-        ),
-        (["deltas", "--format", "csv"], "--format csv: unknown; allowed: table, json"),
-        (["deltas", "--out", "file"], "file: cannot be written to"),
-    ],
-)
-def test_a_user_error_is_one_line_and_exit_code_2(report, tmp_path, arguments, message):
-    write_sweep(tmp_path / "runs" / "deltas", FINALS)
-    (tmp_path / "file").touch()
-    usage_error("report", *arguments, cwd=tmp_path, parts=[message])
-
-
 def test_nothing_is_truncated_in_80_columns(report, tmp_path):
     name = "Qwen2.5-0.5B-Instruct kl 0.05 sampling.temperature=0.7"
     write_sweep(tmp_path / "s", {"clip": FINALS["clip"], name: FINALS["kl 0.02"]})
@@ -123,13 +104,3 @@ def test_reading_files_imports_no_large_package(tmp_path):
     arguments = [sys.executable, "-c", code, str(tmp_path / "s")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_runs_without_the_totals_are_refused_on_another_axis(report, tmp_path):
-    for seed in (0, 1):
-        write_run(tmp_path / "runs" / f"a{seed}", CLIP, seed)
-    error = usage_error("report", "a0", "a1", "--x", "flops", cwd=tmp_path)
-    assert "--x flops: the record of runs/a0 has no compute/flops at step 0" in error
-    assert "--x metres: unknown (did you mean 'tokens'?)" in usage_error(
-        "report", "a0", "--x", "metres", cwd=tmp_path
-    )

@@ -158,7 +158,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     variants = {NAME: {"bounds.method": HOSTILE}}
     (folder / "sweep.yaml").write_text(yaml.safe_dump({"variants": variants, "seeds": [0]}))
     (folder / "settings.yaml").write_text(yaml.safe_dump({HOSTILE: HOSTILE}))
-    (folder / "p.txt").write_text(f"0.1 {HOSTILE}\n")
     return folder
 
 
@@ -188,7 +187,7 @@ COMMANDS: Mapping[str, list[str]] = {
     "eval": ["eval", *DATA, "--grader", "hostile_grader:right", "--n", "2"],
     "eval samples": ["eval", "--samples", "samples.jsonl", "--grader", "hostile_grader:fail", "--no-mlflow"],
     "sweep": ["sweep", "sweep.yaml", "--dry-run"],
-    "bounds": ["bounds", "--file", "p.txt"],
+    "bounds": ["bounds", NAME],
     "command": [NAME],
 }  # fmt: skip
 

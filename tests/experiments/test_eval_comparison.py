@@ -184,19 +184,9 @@ GOOD = {"p": {"mean_at_2": 0.5, "pass_at_2": 1.0}, "q": {"mean_at_2": 0.0, "pass
         (record(other=GOOD), "nothing to compare: A has other, B has s"),
         (record(s={"x": GOOD["p"]}), "share no problem of 's'"),
         (record(s={}), "share no problem of 's'"),
-        *(
-            ({"sets": {"s": scores}}, "A has no metrics by problem of 's'")
-            for scores in (None, [1], {"problems": 2}, {"by_problem": [1, 2]}, {"by_problem": {"p": 0.5, "q": 0.5}})
-        ),
-        (record(s={"p": {"pass_at_2": 1.0}, "q": GOOD["q"]}), "problem 'p' of 's' in A: 'mean' is None and not a"),
-        (record(s={"p": GOOD["p"], "q": {"mean_at_2": 0.0}}), "problem 'q' of 's' in A: 'pass_at_2' is None"),
-        *(
-            (record(s={"p": {**GOOD["p"], "mean_at_2": value}, "q": GOOD["q"]}), f"'mean' is {text} and")
-            for value, text in (
-                (None, "None"), (math.nan, "nan"), (math.inf, "inf"), ("0.5", "'0.5'"), (True, "True"),
-                ([0.5], "[0.5]"), (10**400, "1" + 39 * "0"),
-            )
-        ),
+        ({"sets": {"s": {"problems": 2}}}, "A has no metrics by problem of 's'"),
+        (record(s={"p": {"pass_at_2": 1.0}, "q": GOOD["q"]}), "a problem of 's' lacks a metric or has one that is no"),
+        (record(s={"p": {**GOOD["p"], "mean_at_2": None}, "q": GOOD["q"]}), "a problem of 's' lacks a metric"),
     ],
 )  # fmt: skip
 def test_damaged_records_give_one_error_line(damaged, words):

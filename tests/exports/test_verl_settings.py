@@ -77,6 +77,11 @@ def test_the_papers_run_has_the_values_of_the_authors_script():
 CHANGED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"seed": 7}, {"data.seed": 7, f"{ROLLOUT}.seed": 7}),
     ({"model__dtype": "bfloat16"}, {f"{ROLLOUT}.dtype": "bfloat16"}),
+    ({"model__dtype": "float16"}, {
+        f"{ROLLOUT}.dtype": "float16",
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "fp16",
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype": "fp32",
+    }),
     ({"model__attention": "eager"}, {f"+{MODEL}.override_config.attn_implementation": "eager"}),
     ({"task__name": "gsm8k", "model__path": "m/m", "model__chat_template_kwargs": {"enable_thinking": False, "n": 2}},
      {"+data.apply_chat_template_kwargs.enable_thinking": False, "+data.apply_chat_template_kwargs.n": 2}),

@@ -1,4 +1,4 @@
-"""Untrusted files of problems, completions and probabilities, and files of sweeps from other users."""
+"""Untrusted files of problems and completions, and files of sweeps from other users."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from bandpo_cli.cli.bounds import probabilities
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.task import Source, task_from_arguments
 from bandpo_cli.errors import ConfigError
@@ -96,14 +95,8 @@ def test_paths_that_are_not_files(tmp_path, kind):
         path = tmp_path / f"data{ending}"
         write_rows(path)
         with not_a_file(path, kind):
-            for read in (*READERS, lambda path: probabilities([], path)):
+            for read in READERS:
                 assert not accepts(lambda read=read, path=path: read(path), (kind, ending))
-
-
-def test_files_of_probabilities(tmp_path):
-    path = tmp_path / "p.txt"
-    damaged = damaged_files(b"0.1 0.2, 0.5\n# x\n1e-9 1\n", SHORT, 4, COUNT)
-    check_both_outcomes(lambda: probabilities([], path), path, damaged)
 
 
 def test_a_script_next_to_the_data_is_not_executed(tmp_path):

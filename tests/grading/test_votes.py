@@ -53,16 +53,9 @@ def test_different_votes() -> None:
 
 @pytest.mark.parametrize("grader", ["math", "number", "my.module:judge"])
 def test_no_vote_without_an_answer(grader: str) -> None:
-    texts = (
-        "",
-        "I do not know",
-        r"\boxed{",
-        r"\boxed{}",
-        "Answer:",
-        f"Answer: {'9' * 1001}",
-        r"\boxed{\text{ }}",
-    )
-    assert {voted_answer(text, grader) for text in texts} == {None}
+    boxes = (r"\boxed{", r"\boxed{}", r"\boxed{\text{ }}")
+    for text in ("", "I do not know", "Answer:", f"Answer: {'9' * 1001}", *boxes):
+        assert voted_answer(text, grader) is None
 
 
 def test_longest_answers_and_numbers_vote() -> None:

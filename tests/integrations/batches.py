@@ -72,6 +72,7 @@ def ours(
     correction: torch.Tensor | None = None,
     columns: Callable[[PolicyLoss], Columns] | None = None,
     ref: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
     **terms: Any,
 ) -> Ours:
     """Return this package's loss and gradient.
@@ -81,6 +82,7 @@ def ours(
         correction: importance weights, [B, T].
         columns: what to use in place of `PolicyLoss.prepare`.
         ref: log-probs under the reference model, [B, T].
+        chosen: the tokens with a policy loss, [tokens]; None for all.
         terms: further settings of the objective.
     """
     objective = {"dual_clip": dual_clip, **terms} | (
@@ -98,7 +100,7 @@ def ours(
     if correction is not None:
         token_weights = token_weights * correction[batch.mask]
     ref_logprobs = None if ref is None else ref[batch.mask]
-    tokens = LossBatch(batch.lengths, advantages, old, prepared, ref_logprobs=ref_logprobs)
+    tokens = LossBatch(batch.lengths, advantages, old, prepared, ref_logprobs=ref_logprobs, chosen=chosen)
     outputs = policy_objective(loss, new, tokens, token_weights)
     return Ours(loss, prepared, advantages, outputs)
 
@@ -123,12 +125,19 @@ def assert_equal(
     torch.testing.assert_close(gradient, expected.gradient, rtol=rtol, atol=1e-10)
 
 
-def trl_trainer(cls: Any, args: Any, logprobs: torch.Tensor, has_ratios_of_vllm: bool = False) -> Any:
+def trl_trainer(
+    cls: Any,
+    args: Any,
+    logprobs: torch.Tensor,
+    has_ratios_of_vllm: bool = False,
+    entropies: torch.Tensor | None = None,
+) -> Any:
     """Return a GRPOTrainer with the attributes that `_compute_loss` reads, whose model returns the given log-probs.
 
     Args:
         cls: GRPOTrainer, or a subclass; its constructor, which would set the attributes, does not run.
         args: its GRPOConfig.
+        entropies: [B, T] of the model; zeros if None.
     """
     trainer = object.__new__(cls)
     copied = (
@@ -138,10 +147,18 @@ def trl_trainer(cls: Any, args: Any, logprobs: torch.Tensor, has_ratios_of_vllm:
     attributes = {name: getattr(args, name) for name in copied} | {
         "args": args,
         "accelerator": SimpleNamespace(
-            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
+            num_processes=1,
+            gather=lambda x: x,
+            pad_across_processes=lambda x, dim, pad_index: x,
+            reduce=lambda x, reduction: x,
+            sync_gradients=True,
         ),
         "model": SimpleNamespace(training=True),
-        "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (
+            logprobs,
+            torch.zeros_like(logprobs) if entropies is None else entropies,
+            None,
+        ),
         "_metrics": {"train": defaultdict(list)},
         "_entropy_bonus_enabled": False,
         "aux_loss_enabled": False,

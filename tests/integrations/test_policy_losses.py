@@ -15,7 +15,7 @@ import torch
 
 from bandpo_cli.exports.from_trainers import Translation
 from bandpo_cli.methods.weights_and_gates import token_covariance
-from bandpo_cli.objective.policy_objective import LossOutputs
+from bandpo_cli.objective.policy_objective import LossOutputs, entropy_threshold
 from tests.integrations.batches import (
     SPREADS,
     Batch,
@@ -235,3 +235,41 @@ def test_trl_off_policy_mask_and_unbiased_penalty(kl, spread, tmp_path):
 
         compare(f"TRL off-policy mask, unbiased {kl}, {spread}", found, batch, reference)
     assert spread == "near" or any(dropped)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.75])
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_trl_top_entropy(beta, share, tmp_path):
+    """The same tokens have the same loss, the others only the penalty to the reference model."""
+    trl = pytest.importorskip("trl")
+    translated = Translation("trl", {"num_processes": 1, "top_entropy_quantile": share}).layer()
+    assert translated["objective"]["top_entropy"] == share
+    settings = {
+        "top_entropy_quantile": share,
+        "beta": beta,
+        "loss_type": "dapo",
+        "use_bias_correction_kl": False,
+    }
+    args = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **settings)
+    for seed in SEEDS:
+        batch = random_batch(seed, SPREADS["apart"])
+        noise = torch.rand(batch.new.shape, generator=torch.Generator().manual_seed(seed))
+        entropies = (-batch.new * noise).float().double()  # TRL rounds the quantile to float32
+        ref = batch.old + 0.3 * torch.sin(torch.arange(batch.old.numel()).reshape(batch.old.shape))
+        chosen = entropies[batch.mask] >= entropy_threshold(entropies[batch.mask], share)
+        found = ours(
+            batch, {"method": "clip"}, "token-mean", None, ref=ref, reference_kl=beta, chosen=chosen
+        ).outputs
+        assert (found.gradient_weights == 0).any()
+
+        def reference(
+            logprobs: torch.Tensor,
+            batch: Batch = batch,
+            entropies: torch.Tensor = entropies,
+            ref: torch.Tensor = ref,
+        ) -> torch.Tensor:
+            trainer = trl_trainer(trl.GRPOTrainer, args, logprobs, entropies=entropies)
+            inputs = trl_inputs(batch) | {"ref_per_token_logps": ref}
+            return torch.as_tensor(trainer._compute_loss(None, inputs))
+
+        compare(f"TRL top entropy {share}, β {beta}", found, batch, reference)

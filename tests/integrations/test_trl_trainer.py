@@ -13,6 +13,7 @@ from bandpo_cli.bounds import RatioBounds
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.models.load import embedded_model_path
+from bandpo_cli.objective import advantages as estimators
 from bandpo_cli.objective.advantages import STD_EPS, batch_advantages, rloo_advantages
 from bandpo_cli.tasks.task import build_task
 from tests.integrations.batches import (
@@ -55,7 +56,7 @@ class Run:
 def train(trainer: type, config: type, folder: Path, steps: int, **settings: Any) -> Run:
     """Train the bundled model on countdown from one seed.
 
-    `settings` may have `peft_config` for the trainer.
+    `settings` may have `peft_config` for the trainer, and `more_rewards`, further reward functions.
     """
     from datasets import Dataset
 
@@ -72,9 +73,10 @@ def train(trainer: type, config: type, folder: Path, steps: int, **settings: Any
         "gradient_accumulation_steps": 1, "max_completion_length": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
         "learning_rate": 1e-3, "lr_scheduler_type": "constant",
     }  # fmt: skip
+    more_rewards = settings.pop("more_rewards", [])
     run = trainer(
         model=str(embedded_model_path()),
-        reward_funcs=[reward],
+        reward_funcs=[reward, *more_rewards],
         args=config(**common | UPDATES_PER_BATCH | settings),
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in problems]),
         peft_config=peft_config,
@@ -244,3 +246,29 @@ def test_estimators_equal_those_of_trl(tmp_path):
         if estimator is batch_advantages:
             found *= (rewards.std() + STD_EPS) / (rewards.std() + 1e-4)
         torch.testing.assert_close(found, theirs, rtol=0, atol=1e-6)
+
+
+def test_gdpo_equals_that_of_trl(tmp_path, monkeypatch):
+    """With a weight, a constant reward, and one that does not apply to some completions; TRL adds 1e-4."""
+    trl = pytest.importorskip("trl")
+    monkeypatch.setattr(estimators, "STD_EPS", 1e-4)
+
+    def brief(completions: list[str], **_: Any) -> list[float | None]:
+        return [None if "+" in text else -1.0 * len(text) for text in completions]
+
+    def constant(completions: list[str], **_: Any) -> list[float]:
+        return [0.1] * len(completions)
+
+    weights = [1.0, 0.3, 2.0]
+    settings = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": weights}
+    run = train(trl.GRPOTrainer, trl.GRPOConfig, tmp_path, 1, more_rewards=[brief, constant], **settings)
+    logs = run.trainer._logs
+    values = [
+        torch.tensor([*column], dtype=torch.float64).reshape(-1, 8) for column in logs["rewards"].values()
+    ]
+    assert values[1].isnan().any()
+    rewards = values[0]
+    found = estimators.gdpo_advantages(rewards, ~rewards.isnan(), [*zip(weights, values, strict=True)])
+    theirs = torch.tensor([*logs["advantages"]], dtype=torch.float64).reshape(-1, 8)
+    assert theirs.std() > 0.9
+    torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)

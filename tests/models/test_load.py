@@ -45,6 +45,33 @@ def test_gradient_checkpointing_is_off_without_a_gpu_and_enabled_silently(
     assert {layer.gradient_checkpointing for layer in checkpointed_layers(policy.model)} == {enabled}
 
 
+@pytest.mark.slow
+def test_compiled_layers_have_the_log_probs_gradients_and_names_of_plain_ones() -> None:
+    batch = collate(ROWS, torch.device("cpu"))
+    results = []
+    for compiled in (False, True):
+        model = load_policy(ModelConfig(device="cpu", compile=compiled, gradient_checkpointing=True)).model
+        layer = checkpointed_layers(model)[0]
+        is_compiled = {name: child._compiled_call_impl is not None for name, child in layer.named_children()}
+        assert is_compiled == {name: compiled and name != "self_attn" for name in is_compiled}
+        logprobs = token_logprobs(model, batch).logprobs
+        logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        results.append(
+            {"": logprobs.detach(), **{name: item.grad for name, item in model.named_parameters()}}
+        )
+    plain, fused = results
+    torch.testing.assert_close(fused, plain, atol=1e-4, rtol=1e-4)
+
+
+def test_a_machine_that_cannot_compile_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("no compiler\ntrace")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    with pytest.raises(UserError, match=r"^model.compile: .* needs a C\+\+ compiler, fails: no compiler$"):
+        load_policy(ModelConfig(device="cpu", compile=True))
+
+
 def test_the_tiles_of_the_output_layer_have_the_size_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int | None] = []
 

@@ -1,5 +1,6 @@
 """Rewards by hand (range, over-long penalty, reward spread), and advantages against their definition."""
 
+import math
 import statistics
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from bandpo_cli.config.batch_and_sampling import RewardConfig
+from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.objective.advantages import (
@@ -124,6 +126,41 @@ def test_estimators_equal_a_case_by_hand(estimator, expected):
     found = estimate_advantages(objective, rewards, rewards != 9)
     scale = BATCH_STD + STD_EPS if estimator == "batch" else 1.0
     torch.testing.assert_close(found * scale, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_gdpo_equals_a_case_by_hand():
+    """Two groups of three, the weights 1 and −0.5; a completion without a reward, and a value that does not apply."""
+    nan = math.nan
+    answer = [[1.0, 0.0, 0.0], [1.0, 1.0, 9.0]]
+    length = [[2.0, 4.0, nan], [1.0, 3.0, 9.0]]
+    of_answer, of_length = (1 - 1 / 3) / statistics.stdev([1, 0, 0]), 1 / math.sqrt(2)
+    summed = [
+        [of_answer + 0.5 * of_length, -of_answer / 2 - 0.5 * of_length, -of_answer / 2],
+        [0.5 * of_length, -0.5 * of_length, 0.0],
+    ]
+    scale = statistics.stdev([*summed[0], *summed[1][:2]])
+    parts = [(1.0, torch.tensor(answer)), (-0.5, torch.tensor(length))]
+    has_reward = torch.tensor([[True] * 3, [True, True, False]])
+    objective = ObjectiveConfig(advantages="gdpo")
+    found = estimate_advantages(objective, torch.zeros(2, 3), has_reward, parts)
+    expected = torch.tensor(summed, dtype=torch.float64) / scale
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
+    uniform = [(1.0, torch.ones(2, 3)), (2.0, torch.zeros(2, 3))]
+    assert not estimate_advantages(objective, torch.zeros(2, 3), has_reward, uniform).any()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({}, "name two or more in task.rewards"),
+        ({"task": {"rewards": [{}, {"grader": "format", "weight": 0}]}}, "name two or more in task.rewards"),
+        ({"task": {"rewards": [{}, "format"]}, "sampling": {"dynamic": True}}, "sampling.dynamic"),
+        ({"task": {"rewards": [{}, "format"]}, "reward": {"overlong_buffer": 2}}, "reward.overlong_buffer"),
+    ],
+)
+def test_gdpo_needs_several_rewards_and_no_sum(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve([{"objective": {"advantages": "gdpo"}, **sections}])
 
 
 def test_maxrl_equals_the_formula_of_prime_rl():

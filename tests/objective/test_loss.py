@@ -14,7 +14,13 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.methods.band_and_clip import ClipSettings
 from bandpo_cli.methods.importance_correction import SINGLE_RULES, importance_weights
 from bandpo_cli.methods.loss import IntervalLoss, LossBatch
-from bandpo_cli.objective.policy_objective import AGGREGATIONS, k3, off_policy_tokens, policy_objective
+from bandpo_cli.objective.policy_objective import (
+    AGGREGATIONS,
+    k3,
+    next_entropy_bonus,
+    off_policy_tokens,
+    policy_objective,
+)
 
 log_prob, float32 = st.floats(-12.0, -1e-3), st.floats(-1e4, 0.0, width=32)
 advantage = st.just(0.0) | st.floats(0.01, 3.0) | st.floats(-3.0, -0.01)
@@ -144,6 +150,12 @@ def test_a_list_of_rules_applies_in_order_to_the_kept_tokens(rules, expected):
         ({"importance": [{"rule": "token-truncate", "low": 0.5}]}, r"importance\[0\] = .*no effect"),
         ({"importance": "bypass_pg_is"}, "set objective.old_logprobs to 'sampler'"),
         ({"importance": "decoupled_geo"}, "did you mean 'decoupled_geo_rs'"),
+        ({"top_entropy": 1.0}, r"objective.top_entropy = 1.0: .*less than 1"),
+        (
+            {"entropy_target": 0.2, "entropy_bonus": 0.01},
+            "entropy_bonus = 0.01 is a constant.*leave one of them out",
+        ),
+        ({"entropy_bonus_step": 0.01}, "entropy_bonus_step = 0.01 has no effect without entropy_target"),
         ({"reference_kl_estimator": "unbiased"}, "no effect with reference_kl = 0"),
     ],
 )
@@ -175,6 +187,25 @@ def test_an_entropy_bonus_has_no_importance_weights():
     assert (found.loss - without.loss).item() == pytest.approx(-0.4 * (0.5 * 0.2 + 0.25 * 1.5 + 0.25 * 0.7))
     assert found.entropy_gradient.tolist() == pytest.approx([-0.2, -0.1, -0.1])
     assert torch.equal(found.gradient, without.gradient)
+
+
+def test_the_coefficient_of_the_bonus_follows_the_entropy():
+    """Steps of 0.25 up to 0.5, by hand; without a known entropy it stays."""
+    objective = ObjectiveConfig(entropy_target=1.0, entropy_bonus_step=0.25, entropy_bonus_max=0.5)
+    coefficient, found = 0.0, []
+    for entropy in (0.9, 1.0, 0.5, 1.1, math.nan, 2.0, 2.0, 0.3):
+        coefficient, bonus = next_entropy_bonus(objective, coefficient, entropy)
+        found.append((coefficient, bonus))
+    assert found == [
+        (0.25, 0.25),
+        (0.5, 0.5),
+        (0.5, 0.5),
+        (0.25, 0),
+        (0.25, 0.25),
+        (0, 0),
+        (0, 0),
+        (0.25, 0.25),
+    ]
 
 
 def test_aggregation_weights():

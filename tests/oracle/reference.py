@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from scipy.special import lambertw
 from torch import nn
@@ -63,6 +64,7 @@ class Token:
     weight: float = math.nan  # of the gradient, of methods in `LOSSES`
     is_dropped: bool = False  # by the off-policy mask
     is_chosen: bool = True  # by M2PO
+    has_top_entropy: bool = True  # one of the tokens that `objective.top_entropy` trains
     has_ratio: bool = True  # the package runs the token through the model in the update
     is_measured: bool = True  # and with the weights of π_old
 
@@ -107,6 +109,7 @@ class ReferenceTrainer:
         self.first_moments = [torch.zeros_like(master) for master in self.masters]
         self.second_moments = [torch.zeros_like(master) for master in self.masters]
         self.updates_done = self.steps_done = 0
+        self.coefficient, self.bonus = 0.0, settings["objective"]["entropy_bonus"]
 
     def step(self, batches: Sequence[Sequence[GivenGroup]], take_gradient: Any = None) -> StepResult:
         """Apply one step to the batches of groups that dynamic sampling uses; without it, to the first batch.
@@ -115,6 +118,7 @@ class ReferenceTrainer:
             take_gradient: a function from the index of an update to the gradient (before clipping) that AdamW uses.
         """
         self.steps_done += 1
+        self.thresholds: list[float] = []
         sampled, trained = self._select(batches)
         self.rewards_of_step = [reward for group in trained for reward in self._rewards(group)]
         size = len(trained) // self.settings["optim"]["updates"]
@@ -122,14 +126,29 @@ class ReferenceTrainer:
         # Everything that depends on π_old alone is computed before the first update.
         updates = [Update(self._tokens_under_old_policy(part)) for part in parts]
         for index, (part, update) in enumerate(zip(parts, updates, strict=True)):
-            self._forward_backward(part, update)
+            self._forward_backward(part, update, is_first=index == 0)
             self._mark_tokens(index, part, update)
             given = update.gradient if take_gradient is None else take_gradient(index)
             lr = self._adamw(given)
         record = self._sample_metrics(sampled) | self._token_metrics(updates) | {"optim/lr": lr}
         if self._is_scheduled():
             record["bounds/delta"] = self._bounds()["delta"]
+        if self.settings["objective"]["entropy_target"]:
+            record |= {"train/entropy_coefficient": self.coefficient, "train/entropy_bonus": self.bonus}
+            self._adapt_bonus(record["train/entropy"])
         return StepResult(record, trained, [self._reward(r) for group in trained for r in group], updates)
+
+    def _adapt_bonus(self, entropy: float) -> None:
+        """Follow Skywork-OR1: the coefficient rises up to the target and falls above it, where there is no bonus."""
+        objective = self.settings["objective"]
+        if entropy > objective["entropy_target"]:
+            self.coefficient = max(0.0, self.coefficient - objective["entropy_bonus_step"])
+            self.bonus = 0.0
+        else:
+            self.coefficient = min(
+                objective["entropy_bonus_max"], self.coefficient + objective["entropy_bonus_step"]
+            )
+            self.bonus = self.coefficient
 
     def _is_graded(self, rollout: GivenRollout) -> bool:
         if rollout.verdict == "timeout":
@@ -283,7 +302,7 @@ class ReferenceTrainer:
         chosen = scaled[torch.arange(len(scaled)), torch.tensor(rollout.token_ids)]
         return chosen - torch.logsumexp(scaled, dim=-1)
 
-    def _forward_backward(self, groups: Sequence[GivenGroup], update: Update) -> None:
+    def _forward_backward(self, groups: Sequence[GivenGroup], update: Update, is_first: bool) -> None:
         parameters = list(self.model.parameters())
         for parameter in parameters:
             parameter.grad = None
@@ -293,6 +312,10 @@ class ReferenceTrainer:
         first = 0
         if self._bounds()["method"] == "m2po":
             self._choose(update.tokens, self._bounds()["threshold"])
+        if self._bounds()["method"] == "bapo" and not is_first:
+            self._choose_interval(groups, update.tokens)
+        if objective["top_entropy"]:
+            self._keep_top_entropy(groups, update.tokens, objective["top_entropy"])
         for group, rollout in [(members, rollout) for members in groups for rollout in members]:
             logits = self._logits(self.model, rollout)
             new = self._logprobs(logits, rollout)
@@ -309,11 +332,12 @@ class ReferenceTrainer:
                 for token in tokens:
                     token.is_dropped = True
             entropy = torch.zeros(length)
-            if objective["entropy_bonus"] > 0:
+            if self.bonus > 0:
                 scaled = logits / self.settings["sampling"]["temperature"]
                 entropy = torch.distributions.Categorical(logits=scaled).entropy()
             terms = [
-                token.importance * (loss + self._penalty(token, logprob)) - objective["entropy_bonus"] * bonus
+                token.importance * (token.has_top_entropy * loss + self._penalty(token, logprob))
+                - self.bonus * token.has_top_entropy * bonus
                 for token, loss, logprob, bonus in zip(tokens, losses, new, entropy, strict=True)
             ]
             if not self._has_loss(rollout):
@@ -335,6 +359,35 @@ class ReferenceTrainer:
         while len(rest) > 1 and mean([(t.own_logprob - t.sampler_logprob) ** 2 for t in rest]) >= threshold:
             rest.pop().is_chosen = False
 
+    def _choose_interval(self, groups: Sequence[GivenGroup], tokens: Sequence[Token]) -> None:
+        """Set BAPO's interval: the first, from narrow to wide, with the share of positive tokens, or the last."""
+        bounds, new = self._bounds(), []
+        for rollout in (rollout for group in groups for rollout in group):
+            with torch.no_grad():
+                new += self._logprobs(self._logits(self.model, rollout), rollout).tolist()
+        ratios = [math.exp(logprob - token.old_logprob) for logprob, token in zip(new, tokens, strict=True)]
+        pairs = [*zip(ratios, (token.advantage for token in tokens), strict=True)]
+        lows, highs = (
+            [min(bounds[f"{end}_start"] + k * bounds["step"], bounds[f"{end}_end"]) for k in range(100)]
+            for end in ("low", "high")
+        )
+        for low, high in [*((low, highs[0]) for low in lows), *((lows[-1], high) for high in highs)]:
+            gains = math.fsum(a * min(ratio, high) for ratio, a in pairs if a > 0)
+            losses = math.fsum(-a * max(ratio, low) for ratio, a in pairs if a < 0)
+            if gains >= bounds["share"] * (gains + losses):
+                break
+        for token in tokens:
+            token.lower, token.upper = low, high
+
+    def _keep_top_entropy(self, groups: Sequence[GivenGroup], tokens: Sequence[Token], share: float) -> None:
+        """Mark the tokens at or above NumPy's quantile of the entropies, of completions that have a loss."""
+        rollouts = [rollout for group in groups for rollout in group]
+        counted = [self._has_loss(rollout) for rollout in rollouts for _ in rollout.token_ids]
+        entropies = [t.entropy for t, counts in zip(tokens, counted, strict=True) if counts]
+        self.thresholds.append(float(np.quantile(entropies, 1 - share, method="higher")))
+        for token in tokens:
+            token.has_top_entropy = token.entropy >= self.thresholds[-1]
+
     def _mark_tokens(self, index: int, groups: Sequence[GivenGroup], update: Update) -> None:
         """Set which tokens have a ratio: not those of zero-variance groups, except the first group if all are such.
 
@@ -342,14 +395,14 @@ class ReferenceTrainer:
         """
         objective = self.settings["objective"]
         needs_all = any(objective[term] > 0 for term in ("reference_kl", "entropy_bonus", "drift_penalty"))
-        needs_all |= self._bounds()["method"] == "m2po"
+        needs_all |= self._bounds()["method"] == "m2po" or objective["entropy_target"] is not None
         uniform = [not any(self._advantages(group)) and not needs_all for group in groups]
         if all(uniform):
             uniform[0] = False
         lengths = [sum(len(rollout.token_ids) for rollout in group) for group in groups]
         flags = [not is_uniform for is_uniform, n in zip(uniform, lengths, strict=True) for _ in range(n)]
         needs_pass = index == 0 or (objective["old_logprobs"] == "trainer" and not self.exact_sampler)
-        measures_all = objective["all_token_metrics"] and not self.exact_sampler
+        measures_all = (objective["all_token_metrics"] or objective["top_entropy"]) and not self.exact_sampler
         for token, has_ratio in zip(update.tokens, flags, strict=True):
             token.has_ratio, token.is_measured = has_ratio, measures_all or (has_ratio and needs_pass)
 
@@ -450,7 +503,7 @@ class ReferenceTrainer:
         measured = [t for t in tokens if t.is_measured]
         gaps = [abs(t.sampler_logprob - t.own_logprob) for t in measured]
         entropies = [t.entropy for t in (tokens if self.exact_sampler else measured)]
-        weighted = [t for t in tokens if t.importance != 0 and not t.is_dropped]
+        weighted = [t for t in tokens if t.importance != 0 and not t.is_dropped and t.has_top_entropy]
         has_interval = self._bounds()["method"] not in LOSSES
         above = [t for t in weighted if (t.ratio > t.upper if has_interval else t.weight == 0)]
         below = [t for t in weighted if (t.ratio < t.lower if has_interval else t.weight == 0)]
@@ -476,7 +529,7 @@ class ReferenceTrainer:
             record["clip/outside_fraction"] = share(
                 [t for t in with_ratio if not low <= t.ratio <= high], with_ratio
             )
-        if has_interval:
+        if has_interval and self._bounds()["method"] != "bapo":
             record["clip/outside_fraction"] = share(outside, with_ratio)
         if len(entropies) < len(tokens):
             record["train/entropy_token_share"] = len(entropies) / len(tokens)
@@ -487,6 +540,11 @@ class ReferenceTrainer:
             record["sampler/importance_masked_fraction"] = share(masked, measured)
         if self.settings["objective"]["off_policy_mask"]:
             record["clip/off_policy_masked_fraction"] = share([t for t in tokens if t.is_dropped], with_ratio)
+        if self.thresholds:
+            record["train/top_entropy_fraction"] = share(
+                [t for t in with_ratio if t.has_top_entropy], with_ratio
+            )
+            record["train/top_entropy_threshold"] = mean(self.thresholds)
         if self.settings["objective"]["reference_kl"] > 0:
             record["kl/ref"] = mean([_k3(t.ref_logprob - t.new_logprob) for t in tokens])
         edges = [0, 0.001, 0.01, 0.1, 0.5, 0.9, 1]
@@ -539,6 +597,8 @@ def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
     method = bounds["method"]
     if method == "none" or method in LOSSES:
         return 0.0, math.inf
+    if method == "bapo":
+        return bounds["low_start"], bounds["high_start"]
     if method in ("clip", "clip-higher"):
         return 1 - bounds["eps_low"], 1 + bounds["eps_high"]
     if method == "examples.custom_interval:log_interval":

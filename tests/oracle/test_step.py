@@ -3,6 +3,7 @@
 Every case also checks that it exercises its settings: two implementations that do nothing would agree too.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,12 @@ def leaves_the_interval(case: Case) -> bool:
     return learns(case) and all(r["clip/outside_fraction"] > 0.05 for r in case.records)
 
 
+def chooses_intervals(case: Case) -> bool:
+    """The first update has the interval at the start, and a later one another interval."""
+    intervals = [(update.tokens[0].lower, update.tokens[0].upper) for update in case.results[0].updates]
+    return clips_both_ways(case) and intervals[0] == (0.9, 1.02) and len({*intervals}) > 1
+
+
 def drops_completions(case: Case) -> bool:
     """The off-policy mask drops some completions with a negative advantage, and keeps some."""
     flags = {token.is_dropped for token in tokens_of(case) if token.advantage < 0 and token.importance}
@@ -128,6 +135,13 @@ def masks_completions(case: Case) -> bool:
         rollout.truncated for result in case.results for group in result.trained for rollout in group
     ]
     return learns(case) and 4 < sum(truncated) < len(truncated) - 4
+
+
+def adapts_the_bonus(case: Case) -> bool:
+    """The coefficient rises and falls, and some steps have a bonus."""
+    coefficients = [r["train/entropy_coefficient"] for r in case.records]
+    changes = {(later > earlier) - (later < earlier) for earlier, later in itertools.pairwise(coefficients)}
+    return learns(case) and {1, -1} <= changes and max(r["train/entropy_bonus"] for r in case.records) > 0
 
 
 def has_graded_and_ungraded_groups(case: Case) -> bool:
@@ -212,6 +226,9 @@ VARIANTS = [
             "objective.aggregation=seq-sum-norm optim.lr=0.008", clips_both_ways),
     Variant("dgpo", "bounds.method=dgpo bounds.eps_low=0.02 bounds.eps_high=0.02 bounds.decay_low=2 sampling.prompts=8 "
             "optim.lr=0.008", leaves_the_interval),
+    Variant("bapo", "bounds.method=bapo bounds.low_start=0.9 bounds.low_end=0.95 bounds.high_start=1.02 "
+            "bounds.high_end=1.2 bounds.step=0.01 bounds.share=0.55 objective.dual_clip=null sampling.prompts=8 "
+            "optim.lr=0.008 optim.micro_batch_tokens=40", chooses_intervals),
     # terms of the loss
     Variant("off-policy mask, drift penalty, unbiased reference penalty", f"{CLIP} objective.off_policy_mask=0.02 "
             "objective.drift_penalty=0.5 objective.reference_kl=0.1 objective.reference_kl_estimator=unbiased "
@@ -222,8 +239,18 @@ VARIANTS = [
     Variant("entropy bonus of another engine, truncated completions masked", "sampling.prompts=8 "
             "objective.entropy_bonus=0.1 objective.mask_truncated=true objective.reference_kl=0.05",
             masks_completions, exact_sampler=False),
+    # The first step is below the target, the second above it.
+    Variant("entropy target", f"{KL} objective.entropy_target=2.36 objective.entropy_bonus_step=0.3 "
+            "objective.entropy_bonus_max=0.4 sampling.prompts=8 optim.lr=0.008", adapts_the_bonus, steps=3),
     Variant("truncated completions masked, token-mean", f"{KL} objective.mask_truncated=true sampling.prompts=8 "
             "objective.aggregation=token-mean optim.micro_batch_tokens=40", masks_completions),
+    Variant("the tokens of the highest entropy, of the sampler", f"{KL} objective.top_entropy=0.3 sampling.prompts=8 "
+            "objective.aggregation=token-mean", has_tokens_without_ratio),
+    Variant("the tokens of the highest entropy by the trainer, penalty, bonus and truncated completions",
+            "objective.top_entropy=0.4 objective.reference_kl=0.05 objective.entropy_bonus=0.1 sampling.prompts=8 "
+            "objective.mask_truncated=true optim.micro_batch_tokens=40", masks_completions, exact_sampler=False),
+    Variant("the tokens of the highest entropy, zero-variance groups of another engine",
+            f"{KL} objective.top_entropy=0.3 sampling.prompts=8", has_tokens_without_ratio, exact_sampler=False),
     Variant("one update, a warm-up longer than a step", "optim.updates=1 optim.warmup_steps=2",
             lambda case: case.records[0]["optim/grad_norm"] > 0.01, steps=2),
 ]

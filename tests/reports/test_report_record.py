@@ -79,14 +79,8 @@ def test_the_paragraph_has_the_facts_and_gives_differences_as_ranges(report):
 
 @pytest.mark.usefixtures("without_plots")
 def test_numbers_of_the_paragraph_come_from_the_records(tmp_path):
-    settings = (
-        "model.lora.rank=7",
-        "sampling.dynamic=true",
-        "sampling.samples=5",
-        "evaluation.problems=33",
-        *CLIP,
-    )
-    folder = write_run(tmp_path / "a", settings)
+    sizes = ("model.lora.rank=7", "sampling.samples=5", "evaluation.problems=33")
+    folder = write_run(tmp_path / "a", (*sizes, "sampling.dynamic=true", *CLIP))
     methods = write_report(Selection("t", None, [VariantRun("clip", 0, folder)]), tmp_path / "out").methods
     assert "LoRA adapters had rank 7. " in methods
     assert "Groups of completions with equal rewards were replaced by those of further prompts. " in methods

@@ -13,13 +13,7 @@ from matplotlib.figure import Figure
 from bandpo_cli.errors import UserError
 from bandpo_cli.evaluation.scores import success_histogram
 from bandpo_cli.metric_names import probability_bins
-from bandpo_cli.reports.run_plots import (
-    plot_run,
-    plot_success_histogram,
-    run_subtitle,
-    series,
-    smooth,
-)
+from bandpo_cli.reports.run_plots import plot_run, plot_success_histogram, run_subtitle, series, smooth
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import TOKEN_COLUMNS
 

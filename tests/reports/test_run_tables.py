@@ -4,10 +4,9 @@ import json
 import math
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
-from bandpo_cli.reports.run_tables import RunTables, area_under, read_runs
+from bandpo_cli.reports.run_tables import RunTables, read_runs
 from bandpo_cli.reports.run_variants import VariantRun
 from tests.reports.sweep_folders import edit_line, write_run
 
@@ -30,13 +29,6 @@ def test_data_of_a_run_computed_by_hand(tmp_path):
     assert long["entropy"] == pytest.approx((0.5 - 0.05 * 19 + 0.5 - 0.05 * 20) / 2)  # the last tenth
     assert run["entropy"] == pytest.approx(0.3)  # a tenth of 4 steps is at least one
     assert (run["clipped"], run["seconds_per_step"]) == pytest.approx((0.02, 1.25))
-
-
-def test_area_is_the_mean_height_of_the_curve():
-    # from 0 to 1 over 10 steps, then constant for 30: (0.5·10 + 1·30) / 40
-    assert area_under(pd.Series({0: 0.0, 10: 1.0, 40: 1.0})) == pytest.approx(0.875)
-    assert area_under(pd.Series({5: 0.3, 6: 0.3})) == pytest.approx(0.3)
-    assert math.isnan(area_under(pd.Series({5: 0.3})))
 
 
 def test_clipped_share_of_a_bin_weights_steps_by_tokens(tmp_path):

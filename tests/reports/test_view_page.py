@@ -214,17 +214,10 @@ def test_an_evaluation_has_texts_only(run: RunFolder) -> None:
     folder.write_record({"sets": {}})
     with pytest.raises(UserError, match="the evaluation has not finished"):
         open_sources(["e"], run.path.parent)
-    row = {
-        "task": "t",
-        "problem_id": "p",
-        "question": "1+1",
-        "prompt": "1+1",
-        "reference": "2",
-        "grader": "math",
-        "extra": "{}",
-    }
-    row |= {"text": HOSTILE[0], "answer": None, "reward": 0.0, "accuracy": 0.0, "verdict": "wrong"}
-    folder.write_samples([{**row, "length": None, "finish_reason": "stop", "logprob_sum": None}])  # type: ignore[typeddict-item]
+    row = {"task": "t", "problem_id": "p", "reference": "2", "grader": "math", "extra": "{}"}
+    row |= {"question": "1+1", "prompt": "1+1", "text": HOSTILE[0], "answer": None, "verdict": "wrong"}
+    row |= {"reward": 0.0, "accuracy": 0.0, "length": None, "finish_reason": "stop", "logprob_sum": None}
+    folder.write_samples([row])  # type: ignore[typeddict-item]
     index, (part,) = view.page_data(open_sources(["e"], run.path.parent))
     assert part["sides"] == [{"texts": [HOSTILE[0]]}]
     assert "texts" not in index["sources"][0]

@@ -378,6 +378,19 @@ def test_temperatures_at_which_vllm_does_not_sample_are_refused(section: str, te
         check_engine_settings(RunConfig.model_validate(settings))
 
 
+def test_logits_in_float32_are_a_setting_of_models_in_16_bits() -> None:
+    """vLLM's own `head_dtype`; a model in float32 has such logits without it."""
+    vllm: dict[str, Any] = {"sampling": {"engine": "vllm", "vllm": {"float32_head": True}}}
+    with pytest.raises(UserError, match=r"sampling\.vllm\.float32_head = True: the model is in float32"):
+        check_engine_settings(
+            RunConfig.model_validate({**vllm, "model": {"path": "embedded", "dtype": "float32"}})
+        )
+    config = RunConfig.model_validate({**vllm, "model": {"path": "embedded", "dtype": "bfloat16"}})
+    check_engine_settings(config)
+    arguments = vllm_sampler._engine_settings(config.sampling, engine_model(random_model()), False)
+    assert arguments["hf_overrides"] == {"head_dtype": "float32"}
+
+
 @pytest.mark.parametrize("kind", ["mixture", "dense", "other engine"])
 def test_a_mixture_of_experts_with_vllm_is_refused_before_its_weights_are_loaded(
     tmp_path: Path, monkeypatch: Patch, kind: str

@@ -250,6 +250,7 @@ def test_checks_run_with_small_shapes_on_a_cpu(tmp_path, monkeypatch):
         "head-0.5b",
         "attention",
         "first-shapes",
+        "compiled",
         "step-0.5b",
         "memory-0.5b",
         "prime-rl-4b-lora",

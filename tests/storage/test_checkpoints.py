@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
-from bandpo_cli.config.run import CheckpointConfig
+from bandpo_cli.config.batch_and_sampling import CheckpointConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.storage.checkpoints import (
     Progress,

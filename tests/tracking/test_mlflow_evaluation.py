@@ -14,7 +14,7 @@ from bandpo_cli.storage.run_folder import EvalFolder, RunFolder
 from bandpo_cli.tracking.mlflow_store import Store, tracking_store
 from bandpo_cli.tracking.mlflow_tracker import send_evaluation
 from bandpo_cli.tracking.trackers import read_places, write_place
-from tests.tracking.tracked import client_of, history, runs_at, track
+from tests.tracking.tracked import client_of, runs_at, track
 
 METRICS = {"eval/a/mean_at_4": 0.5, "eval/a/mean_at_4_low": 0.25, "eval/a/mean_at_4_high": math.nan}
 
@@ -52,23 +52,6 @@ def send(
 
 def runs_of(run: RunFolder) -> tuple[Any, dict[str, Any]]:
     return client_of(store_of(run).uri), runs_at(store_of(run).uri)
-
-
-def test_an_evaluation_is_added_to_the_run_that_made_the_model(run, evaluation):
-    mirror(run, "FAILED")
-    client, before = runs_of(run)
-    assert send(run, evaluation, run_folder=run.path) == run.path
-    _, after = runs_of(run)
-    assert set(after) == {"first"}
-    info, earlier = after["first"].info, before["first"].info
-    assert (info.status, info.end_time, info.start_time) == ("FAILED", earlier.end_time, earlier.start_time)
-    assert after["first"].data.params == before["first"].data.params
-    assert after["first"].data.tags == before["first"].data.tags
-    points = {name: history(store_of(run).uri, info.run_id, name) for name in METRICS}
-    # Added to the values of training at that step; values that are not finite are not sent.
-    assert list(points.values()) == [[(1, 0.1), (2, 0.2), (3, 0.3), (3, 0.5)], [(3, 0.25)], []]
-    files = client.list_artifacts(info.run_id, "evals/an-evaluation")
-    assert [file.path for file in files] == ["evals/an-evaluation/eval.json"]
 
 
 @pytest.mark.parametrize("of_run", [True, False])

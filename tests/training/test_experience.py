@@ -145,6 +145,9 @@ ALL = ["left out of the first", "second", "left out of the second"]
         ({"old_logprobs": "sampler", "all_token_metrics": True}, "band", ALL),
         ({}, "kl-cov", ["all of the first", "all of the second"]),
         ({"old_logprobs": "sampler"}, "kl-cov", []),
+        # Only entropies of all tokens have a threshold, before the first update.
+        ({"top_entropy": 0.3}, "band", ["first", *ALL]),
+        ({"top_entropy": 0.3, "old_logprobs": "sampler"}, "band", ["first", *ALL]),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -175,6 +178,7 @@ def test_no_more_passes_than_the_loss_needs_with_a_sampler_that_is_not_exact(
     update_policy(policy, Optimizer(policy.model, config.optim, 2), experiences, config)
     sizes = [sum(len(rollout.completion.token_ids) for rollout in group.rollouts_G) for group in groups]
     tokens = {
+        "first": sizes[0],
         "left out of the first": sizes[1],
         "second": sizes[2],
         "left out of the second": sizes[3],

@@ -125,6 +125,33 @@ def test_a_skipped_update_changes_only_the_count_of_skips(tmp_path: Path, dtype:
     assert optimizer.skipped_in_a_row == 0
 
 
+def test_an_overflow_in_float16_skips_the_update_and_halves_the_scale(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The update without an overflow has the gradient of float32, and no batch is stored for the other."""
+    norms = {}
+    for dtype in (torch.float32, torch.float16):
+        policy = policy_of()
+        first, second = experiences_of(policy, updates=2)
+        policy.model.to(dtype)
+        optimizer = Optimizer(policy.model, config_of(optim=STEADY).optim, total_updates=2)
+        before = weights_of(policy)
+        hook = next(policy.model.parameters()).register_hook(lambda gradient: gradient * math.inf)
+        if dtype == torch.float16:
+            updates = update_policy(policy, optimizer, [first], config_of())
+            assert torch.equal(weights_of(policy), before)
+            expected = {"optim/lr": 1e-3, "optim/skipped_updates": 1.0, "optim/loss_scale": 32768.0}
+            assert update_metrics(updates) == expected
+            assert (optimizer.update, optimizer.skipped_in_a_row, len(caplog.messages)) == (1, 0, 1)
+            assert "it is skipped, the loss scale falls to 32768" in caplog.text
+            optimizer.loss_scale = 256.0
+        hook.remove()
+        updates = update_policy(policy, optimizer, [second], config_of())
+        norms[dtype] = updates.grad_norms[0]
+        assert not torch.equal(weights_of(policy), before)
+    assert norms[torch.float16] == pytest.approx(norms[torch.float32], rel=0.02)
+
+
 def test_the_batch_is_stored_with_every_computed_value(tmp_path: Path) -> None:
     policy = policy_of()
     config = config_of(objective={"reference_kl": 0.1})

@@ -47,17 +47,20 @@ def with_gradients(model: nn.Module, seed: int) -> None:
     sum((parameter * torch.randn_like(parameter)).sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_updates_follow_the_definition_of_adamw(dtype: torch.dtype) -> None:
-    """Loshchilov and Hutter 2019, in float64 from the same gradients."""
+    """Loshchilov and Hutter 2019, in float64 from the same gradients; those of float16 are too large by a scale."""
     model = random_model().to(dtype)
     optimizer = Optimizer(model, CONFIG, total_updates=10)
+    assert optimizer.loss_scale == (65536 if dtype == torch.float16 else 1)
+    optimizer.loss_scale = min(optimizer.loss_scale, 4.0)
     (beta1, beta2), weights = CONFIG.betas, [item.detach().double() for item in model.parameters()]
     means, squares = ([torch.zeros_like(item) for item in weights] for _ in range(2))
     for number in range(1, 4):
         optimizer.zero_grad()
         with_gradients(model, number)
         gradients = [item.grad.double() for item in optimizer._parameters if item.grad is not None]
+        gradients = [gradient / optimizer.loss_scale for gradient in gradients]
         optimizer.step()
         for weight, mean, square, gradient in zip(weights, means, squares, gradients, strict=True):
             mean.mul_(beta1).add_((1 - beta1) * gradient)
@@ -67,6 +70,24 @@ def test_updates_follow_the_definition_of_adamw(dtype: torch.dtype) -> None:
     for parameter, master, weight in zip(model.parameters(), optimizer._parameters, weights, strict=True):
         torch.testing.assert_close(master.double(), weight, atol=1e-6, rtol=1e-5)
         assert torch.equal(parameter, master.to(dtype))
+
+
+def test_the_loss_scale_doubles_after_updates_without_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is halved by an overflow, from which the count starts again, down to 1."""
+    monkeypatch.setattr(optimizer_module, "GROWTH_UPDATES", 3)
+    model = random_model().half()
+    optimizer = Optimizer(model, CONFIG, total_updates=10)
+    scales = []
+    for step in (True, True, False, True, True, True):
+        assert step or optimizer.skip_overflow()
+        if step:
+            with_gradients(model, 0)
+            optimizer.step()
+        scales.append(optimizer.loss_scale / 65536)
+    assert scales == [1, 1, 0.5, 0.5, 0.5, 1]
+    assert (optimizer.update, optimizer.skipped_in_a_row) == (6, 0)
+    optimizer.loss_scale = 1.0
+    assert not optimizer.skip_overflow()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
