@@ -56,7 +56,7 @@ MISTAKES: dict[str, list[str]] = {
     "sweep --resume deltas --no-mlflow": ["leave out --no-mlflow"],
     "train --grader accuracy_reward": ['--set \'task.rewards=[{}, {grader: "math"}]\''],
     "train --steps 1.5": ["Invalid value for '--steps': expected an integer (see"],
-    "train -c verl.yaml": ["(did you mean 'objective.advantages'?)", "--from verl verl.yaml > run.yaml converts the file"],
+    "train -c verl.yaml": ["'objective.advantages'?", "--from verl verl.yaml > run.yaml converts"],
     "train -c trl.json": ["bandpo configs --from trl trl.json > run.yaml converts"],
     "train --method GRPO": ["bounds.method = 'GRPO': names are in lower case; type grpo"],
     "train --num_train_epochs 3": ["use --steps N, the number of batches of rollouts; an epoch has"],
