@@ -63,7 +63,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|gpt2(-medium|-large|-xl)?|distilgpt2")
 _MODELS = f"a Hugging Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
 
 _LARGE_LR = "optim.lr"
-_SMALL_LR = "optim.lr of adapters or a small model"
+_SMALL_LR = "optim.lr for adapters or a small model"
 _EXTREMES = (
     (_LARGE_LR, 0, 3e-4, "reinforcement learning of all weights usually has 1e-7 to 1e-5"),
     (_SMALL_LR, 0, 1e-3, "usual are up to 2e-4, and with LoRA up to 5e-4"),
@@ -238,7 +238,8 @@ def extreme_settings(config: RunConfig) -> Iterator[str]:
         value = getattr(getattr(config, section), name)
         if key != (_LARGE_LR if is_small else _SMALL_LR) and not least <= value <= most:
             limit = f"below {least:g}" if value < least else f"above {most:g}"
-            yield f"{key} = {value:g} is extreme, {limit}: {reason}"
+            setting, space, model = key.partition(" ")
+            yield f"{setting} = {value:g} is extreme{space}{model}, {limit}: {reason}"
     bounds, method = config.bounds, METHODS[config.bounds.method]
     if (
         method.control
