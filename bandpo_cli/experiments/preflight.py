@@ -281,7 +281,9 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
         )
     if config.optim.warmup_steps >= last * updates:
         counts = f"the warm-up is {config.optim.warmup_steps} updates, the run {last * updates}"
-        warnings.append(f"the learning rate never reaches {config.optim.lr:g}: {counts}")
+        warnings.append(
+            f"the learning rate never reaches {config.optim.lr:g}: {counts}; see --set optim.warmup_steps=N"
+        )
     # The step of the best checkpoint needs an evaluation. If the only evaluations are those before the first and after
     # the last step, there is nothing to compare, and no interval of checkpoints changes that.
     saved, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric
