@@ -213,7 +213,8 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         One batch of `sampling.prompts` groups; with dynamic sampling as many batches as it takes until that many groups
         have rewards that differ, at most `sampling.dynamic_batches`.
         """
-        config, position, before = self._config, self._components.stream.position, timer.seconds("sample")
+        config, position = self._config, self._components.stream.position
+        before = timer.seconds("sample") if age else 0.0  # a batch without an age is the first of its step
         wanted, dynamic = config.sampling.prompts, config.sampling.dynamic
         sampled: list[Group] = []
         for batch in range(config.sampling.dynamic_batches if dynamic else 1):
