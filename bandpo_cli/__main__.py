@@ -105,7 +105,7 @@ def main() -> None:
         sys.exit(RUN_ERROR)
     atexit.register(_skip_last_collection)  # the callback registered first runs last
     exit_with_parent()
-    if rank_count() > 1:
+    if (ranks := rank_count()) > 1:
         silence_other_ranks()
     if launched_ranks() is not None:
         handle_forwarded_signals()
@@ -116,7 +116,7 @@ def main() -> None:
         # Python passes bytes that are not UTF-8 as surrogates.
         if words := [word for word in sys.argv if re.search("[\ud800-\udfff]", word)]:
             raise UserError(f"{words[0]}: not a text in UTF-8; rename it")
-        with exit_on_sigterm(announce=True) if rank_count() == 1 else nullcontext():
+        with exit_on_sigterm(announce=True) if ranks == 1 else nullcontext():
             code = app(standalone_mode=False, prog_name=PROGRAM)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(INTERRUPTED)

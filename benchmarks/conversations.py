@@ -19,8 +19,10 @@ from unittest import mock
 
 from bandpo_cli.config.batch_and_sampling import GradingConfig
 from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import with_dtype
 from bandpo_cli.grading.tools import ToolPool
-from bandpo_cli.models.load import load_policy, with_resolved_dtype
+from bandpo_cli.models.load import load_policy
+from bandpo_cli.processes.ranks import is_gpu
 from bandpo_cli.sampling import conversations, rollouts
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, Turn, build_sampler
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }  # fmt: skip
     task = {"name": "data", "train": "none.jsonl"}
     config = resolve([{"model": {"path": options.model}, "task": task, "sampling": sampling}])
-    config = with_resolved_dtype(config)
+    config = with_dtype(config, is_gpu(config.model.device))
     policy = load_policy(config.model, for_training=False)
     encoder = PromptEncoder(policy.tokenizer)
     problems = [

@@ -5,7 +5,6 @@ Torch is not imported here: a caller that passes a tensor has imported it.
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,14 +38,12 @@ class TokenProbs:
         logp: log p ≤ 0, never NaN.
         p: the probability.
         m: 1−p, computed from log p and therefore accurate where p rounds to 1.
+        xp: the module whose functions take these arrays, see `namespace`.
     """
 
     def __init__(self, logp: Array) -> None:
-        self.logp, self.p = logp, namespace(logp).exp(logp)
-
-    @cached_property
-    def m(self) -> Array:
-        return -namespace(self.logp).expm1(self.logp)
+        self.xp = xp = namespace(logp)
+        self.logp, self.p, self.m = logp, xp.exp(logp), -xp.expm1(logp)
 
 
 def is_tensor(x: Array) -> bool:

@@ -138,21 +138,20 @@ def total_variation_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
 
 def chi2_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
     """Return the roots of (q−p)² = δ p(1−p)."""
-    xp = namespace(tokens.p)
-    step = xp.sqrt(delta * (tokens.m / tokens.p))
+    step = tokens.xp.sqrt(delta * (tokens.m / tokens.p))
     return _cap_at_simplex(tokens, 1.0 - step, 1.0 + step)
 
 
 def neyman_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
     """Return the roots of (q−p)² = δ q(1−q), Wilson's score interval; the lower one from the product of both."""
-    xp, p = namespace(tokens.p), tokens.p
+    xp, p = tokens.xp, tokens.p
     upper = (2.0 * p + delta + xp.sqrt(delta * delta + 4.0 * delta * p * tokens.m)) / (2.0 * (1.0 + delta))
     return _cap_at_simplex(tokens, p / ((1.0 + delta) * upper), upper / p)
 
 
 def hellinger_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
     """Return the ratios of √q = sin(asin√p ± φ) with cos φ = 1−δ/2, by the addition theorem; δ > 2 counts as 2."""
-    xp = namespace(tokens.p)
+    xp = tokens.xp
     delta = min(delta, 2.0)
     cosine, sine = 1.0 - delta / 2.0, math.sqrt(delta * (1.0 - delta / 4.0))
     spread = xp.sqrt(tokens.m / tokens.p) * sine
@@ -163,14 +162,14 @@ def hellinger_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
 
 def le_cam_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
     """Return the roots of (2+δ)q² − 2Bq + 2p² − δp(2−p) with B = δ(1−p) + 2p; the lower one from the product."""
-    xp, p = namespace(tokens.p), tokens.p
+    xp, p = tokens.xp, tokens.p
     sum_ = delta * tokens.m + 2.0 * p + xp.sqrt(delta * delta + 8.0 * delta * p * tokens.m)
     return _cap_at_simplex(tokens, (2.0 * p - delta * (1.0 + tokens.m)) / sum_, sum_ / ((2.0 + delta) * p))
 
 
 def kl_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
     """Return the interval of ratios. The lower bound is about exp(−δ/p) for rare tokens and finally underflows to 0."""
-    xp = namespace(tokens.logp)
+    xp = tokens.xp
     log_lower, log_upper = _log_ratios(tokens, delta, from_table=len(tokens.logp) >= MIN_TOKENS_FOR_TABLE)
     # The limit of the simplex, r ≤ 1/p, is applied to the logarithm: after exp it would need a second exponential.
     return RatioBounds(xp.exp(log_lower), xp.exp(xp.minimum(log_upper, -tokens.logp)))
@@ -178,7 +177,7 @@ def kl_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
 
 def _log_ratios(tokens: TokenProbs, delta: float, from_table: bool) -> tuple[Array, Array]:
     """Return the logarithms of both bounds, each of shape (T,)."""
-    xp = namespace(tokens.p)
+    xp = tokens.xp
     common = tokens.p > 0.5
     s = xp.clip(xp.minimum(tokens.p, tokens.m), SMALLEST, None)
     fall, rise = _newton(s, delta, -1, from_table), _newton(s, delta, +1, from_table)

@@ -40,7 +40,7 @@ _TOLERANCE = 2.0**-45  # absolute, in t: a relative error of 3e-14 in a ratio
 
 def solve_generic(f: Generator, tokens: TokenProbs, delta: float) -> RatioBounds:
     """Return the interval of ratios for any f. For p < 2⁻¹²⁸ the new probability is that at 2⁻¹²⁸."""
-    xp, roots = namespace(tokens.p), RootFinder(f)
+    xp, roots = tokens.xp, RootFinder(f)
     common = tokens.p > 0.5
     s = xp.clip(xp.minimum(tokens.p, tokens.m), SMALLEST, None)
     find = roots if len(s) < MIN_TOKENS_FOR_TABLE else roots.from_table

@@ -20,7 +20,7 @@ from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import make_table
 from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import UserError
-from bandpo_cli.methods import METHODS, method_name
+from bandpo_cli.methods import COMPARABLE, METHODS, method_name
 from bandpo_cli.registries import DIVERGENCES
 
 if TYPE_CHECKING:
@@ -34,16 +34,15 @@ _COLUMNS: Mapping[str, tuple[int, JustifyMethod]] = {
 }  # fmt: skip
 """The columns of the table of intervals: minimum width and alignment by heading."""
 
-PEERS = [name for name, method in METHODS.items() if method.comparable]
-MATCHABLE = [name for name in PEERS if METHODS[name].bounded and not METHODS[name].trust_region]
+MATCHABLE = [name for name in COMPARABLE if METHODS[name].bounded and not METHODS[name].trust_region]
 
 _D_HELP = f"{DIVERGENCES.names_text()}; repeatable."
+_COMPARE_HELP = f"Add {METHODS.names_text(COMPARABLE)}, or module:function; separated by commas."
+_MATCH_HELP = f"Find the delta whose upper bound equals this method's: {METHODS.names_text(MATCHABLE)}."
 _DIVERGENCE = opt.option(
     "NAME", "kl", ["--divergence", "-d"], opt.one_of(DIVERGENCES, several=True), help=_D_HELP
 )
-_COMPARE_HELP = f"Add {METHODS.names_text(PEERS)}, or module:function; separated by commas."
-_COMPARE = opt.option("METHODS", complete=opt.one_of(PEERS, several=True), help=_COMPARE_HELP)
-_MATCH_HELP = f"Find the delta whose upper bound equals this method's: {METHODS.names_text(MATCHABLE)}."
+_COMPARE = opt.option("METHODS", complete=opt.one_of(COMPARABLE, several=True), help=_COMPARE_HELP)
 _MATCH = opt.option("METHOD", help=_MATCH_HELP)
 
 
@@ -95,11 +94,11 @@ def bounds(
         find_divergence(name)  # raises for an unknown name
     peers = [*map(method_name, opt.split_commas(compare or []))]
     for name in peers:
-        if name not in PEERS and name in METHODS and (why := METHODS[name].without_bounds):
-            allowed = ", ".join(PEERS)
+        if name not in COMPARABLE and name in METHODS and (why := METHODS[name].without_bounds):
+            allowed = ", ".join(COMPARABLE)
             raise UserError(f"--compare: {name} has no interval of ratios: {why}; allowed: {allowed}")
         if not is_function_path(name):
-            opt.check_choice("--compare", name, PEERS)
+            opt.check_choice("--compare", name, COMPARABLE)
     if max_ratio is not None and not max_ratio > 1.0:
         raise UserError(f"--max-ratio: {max_ratio:g} is no cap on an upper bound; allowed: a number > 1")
     if match is not None or at is not None:

@@ -88,7 +88,7 @@ class SafeConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render an object, also one within a table or a panel; see `rich.console.Console.render`."""
         for segment in super().render(renderable, options):
-            if segment.control or segment.text.isprintable() or segment.text == "\n":
+            if segment.control or segment.text.replace("\n", "").isprintable():
                 yield segment
             else:
                 yield Segment(escape_controls(segment.text), segment.style)

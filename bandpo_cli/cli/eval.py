@@ -54,7 +54,7 @@ _OF_RESUME = {
 }  # fmt: skip
 """The options without effect where stored completions are scored, and the options with an effect in a resume."""
 
-_TASK_HELP = f"{opt.tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable."
+_TASK_HELP = f"{opt.TASKS_TEXT}, or a .jsonl, .json, .csv or .parquet file; repeatable."
 _TASK = opt.option("NAME|FILE", "the evaluation sets of the run", **opt.TASK_VALUES, help=_TASK_HELP)
 
 

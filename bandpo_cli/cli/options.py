@@ -215,7 +215,7 @@ def print_members(context: typer.Context, tasks: list[str] | None) -> list[str] 
         if member == "list":
             from bandpo_cli.config.task import check_package
 
-            check_package(task)
+            check_package(TASKS[task])
             members = load_attribute(str(TASKS[task].members))()
             width = max(map(len, members))
             typer.echo("\n".join(f"{name:{width}}  {text}".rstrip() for name, text in members.items()))
@@ -249,12 +249,10 @@ _TEMPLATE = Flag("--template", "task.template", str,
 _DETERMINISTIC = Flag("--deterministic", "deterministic", bool, "The same bits in every run on the same GPU; slower.",
                       metavar="")
 
-def tasks_text() -> str:
-    """Return what `--task` accepts beside files, for a help text."""
-    members = ":NAME (repeatable; {}:list prints the names)"
-    generated = [name + (members.format(name) if TASKS[name].members else "") for name in generated_tasks()]
-    return f"{', '.join(generated)}, a known data set ({', '.join(DATASETS)})"
-
+_MEMBERS = ":NAME (repeatable; {}:list prints the names)"
+_GENERATED = [name + (_MEMBERS.format(name) if TASKS[name].members else "") for name in generated_tasks()]
+TASKS_TEXT = f"{', '.join(_GENERATED)}, a known data set ({', '.join(DATASETS)})"
+"""What `--task` accepts beside files, for a help text."""
 
 SETTINGS = (
     Flag("--method", "bounds.method", str, f"Policy loss: {METHODS.names_text()}; grpo and ppo mean clip.", "band",
@@ -267,7 +265,7 @@ SETTINGS = (
          "Hugging Face model folder or hub id. For train also RUN or RUN@STEP: a checkpoint and its run's settings.",
          "the bundled model", "MODEL", sweep="several values"),
     Flag("--task", "task", list[str],
-         f"Problems to train on: {tasks_text()}, or a .jsonl, .json, .csv or .parquet file of questions and answers.",
+         f"Problems to train on: {TASKS_TEXT}, or a .jsonl, .json, .csv or .parquet file of questions and answers.",
          "countdown", "NAME|FILE", convert=_read_task, more=TASK_VALUES),
     _TEMPLATE,
     _GRADER,

@@ -39,6 +39,7 @@ from bandpo_cli.registries import (
     ENVIRONMENT_GRADER,
     TASKS,
     TEMPLATES,
+    TaskEntry,
     generated_tasks,
     load_attribute,
     split_member,
@@ -401,8 +402,7 @@ def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
     return {"name": text}
 
 
-def check_package(name: str) -> None:
+def check_package(entry: TaskEntry) -> None:
     """Raise ConfigError, with the command that installs it, if the optional package of a task is not installed."""
-    entry = TASKS[task_kind(name)]
     if not is_installed(entry.package):
-        raise ConfigError(f"task {name}: the package {entry.package} is not installed; {entry.install}")
+        raise ConfigError(f"task {entry.name}: the package {entry.package} is not installed; {entry.install}")

@@ -192,11 +192,12 @@ def _write_merged(run: RunFolder | None, adapter: Path, folder: Path) -> None:
     trained = resolve([] if run is None else [read_layer(run.path / "config.yaml")])
     with out_of_memory_errors(trained, training=False):
         from bandpo_cli.models.load import load_policy, read_config, save_policy
+        from bandpo_cli.models.model_files import base_config
 
         values = {"path": str(adapter), "revision": None, "device": "cpu", "attention": "auto", "lora": None}
         settings = trained.model.model_copy(update=values)
         if run is None:  # the dtype in which the base model is stored
-            is_half = str(read_config(settings).dtype) == "torch.bfloat16"
+            is_half = str(read_config(base_config(settings)[0]).dtype) == "torch.bfloat16"
             settings = settings.model_copy(update={"dtype": "bfloat16" if is_half else "float32"})
         save_policy(load_policy(settings, for_training=False), folder)
 

@@ -17,7 +17,7 @@ from bandpo_cli.config.batch_and_sampling import engine_cards, resolve_engine
 from bandpo_cli.config.layers import read_assignments, resolve, with_values
 from bandpo_cli.config.run import RunConfig, dtype_on
 from bandpo_cli.errors import EngineMemoryError, RunError, UserError, find_out_of_memory, first_line
-from bandpo_cli.processes.ranks import Ranks, local_rank_count, rank_count, ranks_from_environment
+from bandpo_cli.processes.ranks import Ranks, is_gpu, local_rank_count, rank_count, ranks_from_environment
 from bandpo_cli.registries import ENGINES
 
 if TYPE_CHECKING:
@@ -42,10 +42,9 @@ def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> M
     `training` is False for an evaluation, which has no updates. Raises UserError if the model's architecture cannot be
     read, or this machine has no such GPU or no memory left on it.
     """
-    from bandpo_cli.models.load import is_on_cuda
     from bandpo_cli.models.memory_estimate import Device, estimate_memory
 
-    if not is_on_cuda(config.model):
+    if not is_gpu(config.model.device):
         share = "" if ranks == 1 else f" / {ranks} ranks"
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
         device = Device(f"this machine{share} (no GPU)", total, total, on_gpu=False)
@@ -149,7 +148,7 @@ def check_memory(
     usable = [estimate.device.usable for _, estimate in estimates]
     estimated, estimate = estimates[usable.index(min(usable))]
     is_reported = estimate.device.on_gpu or estimate.chosen or not estimate.fits
-    if on_estimate is None and ranks.is_main and is_reported:
+    if is_reported and on_estimate is None and ranks.is_main:
         log.log(logging.INFO if estimate.fits else logging.WARNING, "%s", line(estimated, estimate))
     fractions = [rank.memory_fraction for _, rank in estimates if rank.memory_fraction is not None]
     chosen = {**estimate.chosen, **({"sampling.vllm.memory_fraction": min(fractions)} if fractions else {})}
@@ -285,9 +284,7 @@ def out_of_memory_errors(config: RunConfig, training: bool = True) -> Iterator[N
         failed = find_out_of_memory(error)
         if failed is None:
             raise
-        from bandpo_cli.models.load import is_on_cuda
-
-        on_gpu = is_on_cuda(config.model)
+        on_gpu = is_gpu(config.model.device)
         has_gpu = training and on_gpu and bool(_cards(config, local_rank_count())[1])
         if has_gpu and isinstance(failed, EngineMemoryError):
             training = False  # the settings of updates do not help a GPU that only samples

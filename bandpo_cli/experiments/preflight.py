@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bandpo_cli.callbacks import Callback, TrainCallback
 from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent, check_engine, needs_answer
-from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve
+from bandpo_cli.config.layers import Layer, read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig, dtype_on
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import add_code_folder, load_setting
@@ -23,7 +23,7 @@ from bandpo_cli.grading.answers import unparsed_references
 from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.grading.tools import first_messages, tool_schemas
 from bandpo_cli.methods import METHODS
-from bandpo_cli.methods.settings import CustomSettings
+from bandpo_cli.methods.settings import CustomSettings, TrustRegionSettings
 from bandpo_cli.paths import (
     GGUF_ADVICE,
     MODEL_CONFIG,
@@ -62,9 +62,10 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|gpt2(-medium|-large|-xl)?|distilgpt2")
 
 _MODELS = f"a Hugging Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
 
+_LARGE_LR = "optim.lr"
 _SMALL_LR = "optim.lr of adapters or a small model"
 _EXTREMES = (
-    ("optim.lr", 0, 3e-4, "reinforcement learning of all weights usually has 1e-7 to 1e-5"),
+    (_LARGE_LR, 0, 3e-4, "reinforcement learning of all weights usually has 1e-7 to 1e-5"),
     (_SMALL_LR, 0, 1e-3, "usual are up to 2e-4, and with LoRA up to 5e-4"),
     ("optim.weight_decay", 0, 1, "usual are 0 to 0.1"),
     ("optim.updates", 1, 64, "the last updates are far from the policy that sampled the batch; usual are 1 to 16"),
@@ -115,14 +116,14 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
     The problems of the task are loaded. Raises ConfigError for custom code, a model path, an engine or a task that
     cannot be used.
     """
-    import numpy as np
-
     if isinstance(config.bounds, CustomSettings):
         from bandpo_cli.objective.custom_methods import check_method
 
         config = config.model_copy(update={"bounds": check_method(config.bounds, config.objective)})
-    elif not METHODS[config.bounds.method].without_bounds:
-        config.bounds.ratio_bounds()(np.zeros(1))  # raises for a custom divergence that cannot be used
+    elif isinstance(config.bounds, TrustRegionSettings):
+        from bandpo_cli.bounds.divergences_and_closed_forms import find_divergence
+
+        find_divergence(config.bounds.divergence)  # raises for a custom divergence that cannot be used
     if config.objective.advantages not in ADVANTAGES:
         from bandpo_cli.objective.advantages import check_estimator
 
@@ -230,11 +231,11 @@ def extreme_settings(config: RunConfig) -> Iterator[str]:
     """Yield a warning for each of `_EXTREMES`, and for an interval of ratios that a token of p = 0.5 never leaves."""
     import numpy as np
 
-    values = flatten(config.model_dump())
-    if config.model.lora is not None or config.model.path in BUNDLED_MODELS:
-        values[_SMALL_LR] = values.pop("optim.lr")
+    is_small = config.model.lora is not None or config.model.path in BUNDLED_MODELS
     for key, least, most, reason in _EXTREMES:
-        if not least <= (value := values.get(key, least)) <= most:
+        section, name = key.split()[0].split(".")
+        value = getattr(getattr(config, section), name)
+        if key != (_LARGE_LR if is_small else _SMALL_LR) and not least <= value <= most:
             limit = f"below {least:g}" if value < least else f"above {most:g}"
             yield f"{key} = {value:g} is extreme, {limit}: {reason}"
     bounds, method = config.bounds, METHODS[config.bounds.method]

@@ -102,8 +102,8 @@ def run_environment(config: RunConfig, components: Components) -> dict[str, Any]
     if isinstance(task, DataTask):
         commits = {name: cached_commit(name, "dataset", task.revisions.get(name)) for name in hub_ids(task)}
         data = {name: commit for name, commit in commits.items() if commit is not None}
-    engine = resolve_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda")
-    dtype = str(policy.dtype).removeprefix("torch.")
+    on_gpu, dtype = policy.device.type == "cuda", str(policy.dtype).removeprefix("torch.")
+    engine = resolve_engine(config.sampling.engine, on_gpu)
     resolved = {"engine": engine, "dtype": dtype, "model": policy.commit, "data": data}
     return {**describe_environment(sampler=components.sampler.describe()), RESOLVED: resolved}
 

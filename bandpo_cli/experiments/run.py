@@ -24,7 +24,7 @@ from bandpo_cli.config.layers import (
     resolve,
     to_yaml,
 )
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.custom_code import exits_as_errors, user_code
 from bandpo_cli.errors import GraderFailedError, closed_at_end
 from bandpo_cli.experiments.memory_check import OnEstimate, check_memory, out_of_memory_errors
@@ -37,6 +37,7 @@ from bandpo_cli.processes.ranks import (
     Ranks,
     check_same_on_all,
     connected_ranks,
+    is_gpu,
     is_main_process,
     lost_rank_errors,
 )
@@ -227,9 +228,9 @@ def start_process(
     """
     events.phase("load")
     use_expandable_segments(config.sampling.max_lag)
-    from bandpo_cli.models.load import deterministic_kernels, with_resolved_dtype
+    from bandpo_cli.models.load import deterministic_kernels
 
-    config = with_resolved_dtype(config)
+    config = with_dtype(config, is_gpu(config.model.device))
     stack.enter_context(deterministic_kernels(config, training))
     ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
     return check_memory(config, ranks, training, changeable, task, on_estimate), ranks

@@ -46,11 +46,6 @@ class MethodEntry(Entry):
     aliases: tuple[str, ...] = ()
     loss: str = ""
 
-    @property
-    def comparable(self) -> bool:
-        """Whether `bandpo bounds` shows its intervals by its name; the Band has the names of its divergences."""
-        return not self.named_by_region and (self.by_position or not self.without_bounds)
-
 
 # fmt: off
 _INTERVALS, _MASKS = "bandpo_cli.methods.band_and_clip", "bandpo_cli.methods.trust_region_masks"
@@ -112,6 +107,13 @@ METHODS = Registry("method", [
 ], "a custom class or function as module:name", is_function_path,
    lambda name: MethodEntry(name, "custom", "bandpo_cli.methods.settings:CustomSettings",
                             loss="bandpo_cli.objective.custom_methods:custom_loss"))
+
+COMPARABLE = [
+    name
+    for name, entry in METHODS.items()
+    if not entry.named_by_region and (entry.by_position or not entry.without_bounds)
+]
+"""The methods of which `bandpo bounds` shows the intervals by name; the Band has the names of its divergences."""
 
 
 def method_name(name: str) -> str:

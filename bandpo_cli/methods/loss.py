@@ -81,7 +81,7 @@ class LossBatch:
 
     def ratios(self, logprobs: Tensor) -> Tensor:
         """Return π/π_old for the log-probs of π, [N], with their gradient."""
-        return policy_ratio(logprobs, self.old_logprobs)
+        return log_ratio(logprobs, self.old_logprobs).exp()
 
 
 class PolicyLoss(ABC):
@@ -233,13 +233,8 @@ def by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
     return advantages.new_full(advantages.shape, other).masked_fill(advantages > 0, positive)
 
 
-def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return π/π_old per token, [n]; the log ratio is clamped to ±20 before exp, so that it cannot overflow."""
-    return log_ratio(logprobs, old_logprobs).exp()
-
-
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return log(π/π_old) per token, [n], clamped to ±20."""
+    """Return log(π/π_old) per token, [n], clamped to ±20, so that its exponential cannot overflow."""
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

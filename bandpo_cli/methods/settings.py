@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -84,7 +84,7 @@ class MethodSettings(TaggedSection):
 
     def published(self) -> Self:
         """Return the method with the default settings, which are those of its paper or of public code that it names."""
-        return type(self)()  # type: ignore[call-arg]
+        return cast("Self", type(self).model_construct())  # type: ignore[call-arg]
 
     def source(self) -> str:
         """Return the method's paper, and which settings differ from the published ones; "" without a paper."""
@@ -250,8 +250,3 @@ class IntervalSettings(MethodSettings):
     def ratio_bounds(self) -> BoundsFunction:
         """Return the interval for every token."""
         return fixed_bounds(*self.ends)
-
-
-def comparable_methods() -> dict[str, MethodSettings]:
-    """Return the default settings of each method whose interval a Band can be compared with."""
-    return {name: load_attribute(entry.settings)() for name, entry in METHODS.items() if entry.comparable}

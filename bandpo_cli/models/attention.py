@@ -158,15 +158,6 @@ for _name, _functions in _IMPLEMENTATIONS.items():
     AttentionInterface.register(_name, _packed(*_functions))
 
 
-def _shapes_only(module: Any, query: Tensor, *states: Any, **settings: Any) -> tuple[Tensor, None]:
-    """Return an output of the right shape and save nothing: `attention_elements` counts what attention saves."""
-    return query.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
-
-
-SHAPES_ONLY = "bandpo_shapes_only"
-AttentionInterface.register(SHAPES_ONLY, _shapes_only)
-
-
 def attention_heads(text: PreTrainedConfig) -> tuple[int, int, int]:
     """Return the number of attention heads, the number of heads for keys and values, and the width of a head."""
     heads = text.num_attention_heads

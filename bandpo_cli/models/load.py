@@ -19,7 +19,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from transformers.utils.logging import disable_progress_bar
 
 from bandpo_cli.config.batch_and_sampling import resolve_engine
-from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig, dtype_on, with_dtype
+from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig, dtype_on
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
 from bandpo_cli.models import lora, model_files
 from bandpo_cli.models.logprobs import TILE_ATTRIBUTE, check_compiler, check_packed_forward, compile_layers
@@ -39,20 +39,10 @@ SHARED_GPU = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"
 _NONE = "does not have a deterministic implementation"
 
 
-def is_on_cuda(config: ModelConfig) -> bool:
-    """Return whether `model.device` is a CUDA GPU on this machine."""
-    return is_gpu(config.device)
-
-
 def resolved_dtype(config: ModelConfig) -> torch.dtype:
     """Return what `model.dtype` is on this machine."""
-    dtype = dtype_on("auto", is_on_cuda(config)) if config.dtype == "auto" else config.dtype
+    dtype = dtype_on("auto", is_gpu(config.device)) if config.dtype == "auto" else config.dtype
     return cast(torch.dtype, getattr(torch, dtype))
-
-
-def with_resolved_dtype(config: RunConfig) -> RunConfig:
-    """Return the settings with what `model.dtype` is on this machine: running them again gives the same run."""
-    return with_dtype(config, is_on_cuda(config.model))
 
 
 def release_cached_memory() -> None:
@@ -129,7 +119,12 @@ def _source(config: ModelConfig) -> dict[str, Any]:
 
 
 def load_policy(
-    config: ModelConfig, for_training: bool = True, ranks: Ranks = SINGLE, seed: int = 0
+    config: ModelConfig,
+    for_training: bool = True,
+    ranks: Ranks = SINGLE,
+    seed: int = 0,
+    model_config: PreTrainedConfig | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Policy:
     """Load model and tokenizer onto the configured device; of an adapter, its base model with merged weights.
 
@@ -140,6 +135,7 @@ def load_policy(
             gradient checkpointing and add adapters to train (LoRA) if that is configured.
         ranks: the processes of the run; all of them must call this together. Only a model for training is sharded.
         seed: seed of the run, for the initial adapters.
+        model_config, tokenizer: what `read_config` and `load_tokenizer` have returned for the model; None to read them.
 
     Raises:
         UserError: the model cannot be loaded, the tokenizer has no end-of-sequence token, or the model cannot be
@@ -152,17 +148,17 @@ def load_policy(
     if config.compile:
         check_compiler(device)
     given, (config, adapter) = config, model_files.base_config(config)
-    model_config = read_config(config)
+    model_config = read_config(config) if model_config is None else model_config
+    tokenizer = load_tokenizer(given) if tokenizer is None else tokenizer
     folder = Path(model_location(config))
     if path_exists(folder):
         location, commit = str(folder.absolute()), None
     else:  # a repository that changes in between gives no mixture of two commits
         location, commit = config.path, cached_commit(config.path, "model", config.revision)
         config = config.model_copy(update={"revision": commit or config.revision})
-    model, tokenizer = _load(config, model_config, attention)
+    model = _load(config, model_config, attention)
     if adapter is not None:
         model_files.merge_adapter(model, adapter)
-        tokenizer = load_tokenizer(given)
     stop_ids, pad_id = _special_ids(model, tokenizer, config.path)
     model.eval()
     if for_training:
@@ -182,19 +178,17 @@ def load_policy(
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
-    """Return the config.json of the model, or of the base model of an adapter, after a check of the folder's files.
+    """Return the config.json of a model that is no adapter, after a check of the folder's files.
 
     Raises:
         UserError: the folder is no model folder, its weights are quantized, or transformers does not support the model.
     """
-    config, _ = model_files.base_config(config)
     source = _source(config)
     model_files.check_model_files(source["pretrained_model_name_or_path"], config.path)
     with loading_errors(config.path, "its config cannot be read"):
         loaded = AutoConfig.from_pretrained(**source)
-    if quantization := getattr(
-        loaded, "quantization_config", None
-    ):  # the loader would ask for another package
+    # the loader would ask for another package
+    if quantization := getattr(loaded, "quantization_config", None):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         problem = f"its weights are quantized ({method!r:.40}), which cannot be trained"
         raise model_error(config.path, f"{problem}; name the model with weights of 16 or 32 bits")
@@ -202,7 +196,7 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
-    """Return the model's tokenizer, of an adapter its own or that of its base. Raise UserError if none can be read."""
+    """Return the model's tokenizer, of an adapter its own or that of its base. Raise UserError if none is usable."""
     base, adapter = model_files.base_config(config)
     source = _source(config if adapter is None or path_exists(adapter / "tokenizer_config.json") else base)
     folder = Path(source["pretrained_model_name_or_path"])
@@ -211,7 +205,11 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
         files = "tokenizer.json and tokenizer_config.json"
         raise model_error(config.path, f"it has no tokenizer; copy {files} of the model there")
     with loading_errors(config.path, "its tokenizer cannot be read"):
-        return AutoTokenizer.from_pretrained(**source)
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(**source)
+        ids = tokenizer("1+1=2")["input_ids"]
+        if not ids or not isinstance(tokenizer.decode(ids), str):
+            raise model_error(config.path, "its tokenizer gives no tokens; is tokenizer.json there?")
+    return tokenizer
 
 
 def meta_model(config: ModelConfig, model_config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
@@ -226,17 +224,14 @@ def meta_model(config: ModelConfig, model_config: PreTrainedConfig, **options: A
     return model
 
 
-def _load(
-    config: ModelConfig, model_config: PreTrainedConfig, attention: str | None
-) -> tuple[PreTrainedModel, Tokenizer]:
-    """Return the model on the CPU, after checks of its weights, and the tokenizer."""
+def _load(config: ModelConfig, model_config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
+    """Return the model on the CPU, after checks of its weights."""
     model_files.check_weight_format(model_location(config), config.path)
     disable_progress_bar()  # its progress bars would disturb the run's live view
     logger = logging.getLogger("transformers.modeling_utils")
     with loading_errors(config.path):
         if not (config.trust_remote_code and getattr(model_config, "auto_map", None)):
             meta_model(config, model_config)  # custom code may fail on the meta device
-        tokenizer = load_tokenizer(config)
         # The loader's table of weights that do not match; the error message names one of them. Not the logger's level,
         # on which the loader's other checks and messages depend.
         logger.disabled = True
@@ -244,16 +239,14 @@ def _load(
             options = _source(config) | {"dtype": resolved_dtype(config), "attn_implementation": attention}
             # check_loaded_weights refuses mismatched sizes, with the others
             flags = ("use_safetensors", "ignore_mismatched_sizes", "output_loading_info")
+            model: PreTrainedModel
             model, info = AutoModelForCausalLM.from_pretrained(**options, **dict.fromkeys(flags, True))
         finally:
             logger.disabled = False
         model_files.check_loaded_weights(model, info, config.path)
         if config.head != "auto":
             setattr(model.get_output_embeddings(), TILE_ATTRIBUTE, config.head << 20)
-        ids = tokenizer("1+1=2")["input_ids"]
-        if not ids or not isinstance(tokenizer.decode(ids), str):
-            raise model_error(config.path, "its tokenizer gives no tokens; is tokenizer.json there?")
-    return model, tokenizer
+    return model
 
 
 def load_reference(policy: Policy, config: ModelConfig) -> Policy:
@@ -267,7 +260,7 @@ def load_reference(policy: Policy, config: ModelConfig) -> Policy:
         return replace(policy, model=copy.deepcopy(policy.model).requires_grad_(False))
     if policy.commit is not None:
         config = config.model_copy(update={"revision": policy.commit})
-    model, _ = _load(config, read_config(config), _attention(config))
+    model = _load(config, read_config(config), _attention(config))
     shard(model.eval().requires_grad_(False), policy.ranks, policy.device)
     return replace(policy, model=model)
 
@@ -311,7 +304,7 @@ def _attention(config: ModelConfig) -> str | None:
     kernels = {
         "flash_attention_2": ("the package flash-attn and a GPU for it", is_flash_attn_2_available),
         "flash_attention_3": ("the package flash-attn-3 and a GPU for it", is_flash_attn_3_available),
-        "varlen": ("a GPU", lambda: is_on_cuda(config)),
+        "varlen": ("a GPU", lambda: is_gpu(config.device)),
     }
     if chosen in kernels:
         needed, is_available = kernels[chosen]
@@ -351,14 +344,9 @@ def _special_ids(model: PreTrainedModel, tokenizer: Tokenizer, path: str) -> tup
     for i in (*stop_ids, pad_id):
         if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < rows:
             raise model_error(path, f"its end or padding token {i!r} is not one of its {rows:,} tokens")
-    check_vocabulary(tokenizer, rows, path)
-    return tuple(dict.fromkeys(stop_ids)), pad_id
-
-
-def check_vocabulary(tokenizer: Tokenizer, rows: int, path: str) -> None:
-    """Raise UserError if the tokenizer, without its added tokens, has more tokens than the model."""
     if tokenizer.vocab_size > rows:
         raise model_error(path, f"its tokenizer has {tokenizer.vocab_size:,} tokens, the model has {rows:,}")
+    return tuple(dict.fromkeys(stop_ids)), pad_id
 
 
 @contextmanager
@@ -389,7 +377,7 @@ def deterministic_kernels(config: RunConfig, training: bool = True) -> Iterator[
 
 def _prepare_determinism(config: RunConfig, training: bool) -> None:
     """Set the environment variables of a GPU; raise UserError where the results would not be deterministic."""
-    on_gpu, shares = is_on_cuda(config.model), not config.sampling.max_lag
+    on_gpu, shares = is_gpu(config.model.device), not config.sampling.max_lag
     with_vllm, problem = resolve_engine(config.sampling.engine, on_gpu) == "vllm", None
     if on_gpu:
         variables = VARIABLES | ({"VLLM_BATCH_INVARIANT": "1"} if with_vllm else {})

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from bandpo_cli.config.batch_and_sampling import resolve_engine
 from bandpo_cli.config.layers import with_values
 from bandpo_cli.config.run import ModelConfig, RunConfig, with_dtype
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.attention import SHAPES_ONLY, attention_elements, attention_heads, update_tokens
+from bandpo_cli.models.attention import attention_elements, attention_heads, update_tokens
 from bandpo_cli.models.load import meta_model, read_config, resolved_dtype, uses_gradient_checkpointing
 from bandpo_cli.models.logprobs import TILE_BYTES
 from bandpo_cli.models.lora import add_adapters
@@ -72,8 +72,7 @@ class MemoryEstimate:
         update: additional memory of one forward and backward pass, and the gradients, which are dropped after it.
         reduction: with several ranks, additional memory at the end of a backward pass, in place of `update`.
         sampling: additional memory of sampling, or of sending the weights to another engine.
-        engine_gpu: held on `engine_device`, the GPU of the engine process (`sampling.max_lag`) where it has one of its
-            own.
+        engine_gpu: held on `engine_device`, where the engine process (`sampling.max_lag`) has a GPU of its own.
         vllm: bytes of the vLLM engine, also part of a phase; 0 without one.
         vllm_minimum: the fewest bytes with which that engine can sample the completions of one prompt.
         memory_fraction: `sampling.vllm.memory_fraction`, or what it is where it is null; None without vLLM on a GPU.
@@ -110,19 +109,15 @@ class MemoryEstimate:
     @property
     def fits(self) -> bool:
         """Whether every device has some memory left at the peak."""
-        limit = self.engine_device.usable if self.engine_device else 0
-        return self.peak <= self.device.usable and self._engine_fits(limit)
+        engine_fits = self.engine_device is None or self.engine_peak <= self.engine_device.usable
+        return engine_fits and self.peak <= self.device.usable and self.vllm >= self.vllm_minimum
 
     @property
     def can_start(self) -> bool:
         """Whether every device has what the run certainly needs: all but the cache of the transformers engine."""
         certain = _peak(self.always, self.update, self.reduction, self.sampling if self.vllm else {})
-        return certain <= self.device.free and self._engine_fits(
-            self.engine_device.free if self.engine_device else 0
-        )
-
-    def _engine_fits(self, limit: int) -> bool:
-        return self.engine_peak <= limit and self.vllm >= self.vllm_minimum
+        engine_fits = self.engine_device is None or self.engine_peak <= self.engine_device.free
+        return engine_fits and certain <= self.device.free and self.vllm >= self.vllm_minimum
 
 
 def _peak(always: Bytes, *phases: Bytes) -> int:
@@ -353,8 +348,7 @@ def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes,
     # The parameters of a layer, the next layer gathered ahead, and gradients; the float32 buffer of the reduction of
     # the layer before, and its result.
     backward = itemsize * (2 * layer + trained_layer) + reduced(trained_layer)
-    # In their place at the beginning, before there is a gradient of the output layer: the buffer that the parameters
-    # outside of the layers are gathered into.
+    # In their place, before the output layer has a gradient: the buffer of the parameters outside of the layers.
     buffer = itemsize * (outside - (largest if trained_outside else 0))
     update = {
         "complete parameters outside of the layers": itemsize * outside,
@@ -370,10 +364,9 @@ def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes,
 def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
     """Return the model on the meta device, built from its config.json, with adapters if configured."""
     config, _ = base_config(config)  # an adapter is merged into its base while it is loaded
-    model_config = read_config(config)
     with loading_errors(config.path, "its config cannot be read"):
-        options = {"dtype": resolved_dtype(config), "attn_implementation": SHAPES_ONLY}
-        model = meta_model(config, model_config, **options)
+        options = {"dtype": resolved_dtype(config), "attn_implementation": "bandpo_shapes_only"}
+        model = meta_model(config, read_config(config), **options)
         model.tie_weights()
         if config.lora is not None:
             with torch.device("meta"):
@@ -387,8 +380,7 @@ def activation_bytes(
     """Return the bytes that autograd saves for a backward pass of `tokens` packed tokens, without the output layer.
 
     With gradient checkpointing these are the input of every layer, the last output, its norm and its gradient, and all
-    activations of one layer at a time.
-    `attention` is the number of elements that attention saves in a layer.
+    activations of one layer at a time. `attention` is the number of elements that attention saves in a layer.
     """
     text = model.config.get_text_config()
     layers: int = text.num_hidden_layers
@@ -396,6 +388,14 @@ def activation_bytes(
     if not uses_gradient_checkpointing(model, config, on_gpu):
         return activations
     return int((layers + 3) * tokens * text.hidden_size * model.dtype.itemsize) + activations // layers
+
+
+def _shapes_only(module: Any, query: Tensor, *states: Any, **settings: Any) -> tuple[Tensor, None]:
+    """Return an output of the right shape and save nothing: `attention_elements` counts what attention saves."""
+    return query.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
+
+
+AttentionInterface.register("bandpo_shapes_only", _shapes_only)
 
 
 @lru_cache(maxsize=4)

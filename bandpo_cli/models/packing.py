@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress, repeat
+from itertools import compress
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from bandpo_cli.types import Group
 
 IntArray = NDArray[np.int64]
 
@@ -34,6 +32,8 @@ MIN_FILL_RATIO = 0.75
 """Sequences share a padded kernel call if each has at least this fraction of the longest one's length."""
 PROMPT = 0
 """Segment number of a row's prompt; its completions are segments 1, 2, ..."""
+BALANCED = 1.01
+"""Completions are moved between ranks until the rank with the most tokens has at most this many times the mean."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,57 @@ class TokenBatch:
     targets: Tensor
 
 
-def rows_from_groups(groups: Sequence[Group], chosen_PG: Sequence[Sequence[bool]] | None = None) -> list[Row]:
-    """Return the groups' completions, or only the chosen ones, as rows with as many of a prompt as one may hold."""
+def balanced_owners(
+    prompts_P: Sequence[int], completions_PG: Sequence[Sequence[int]], size: int
+) -> list[list[int]]:
+    """Distribute completions over ranks so that all ranks have about the same number of tokens.
+
+    A rank holds a prompt once for all of its completions, so that a group on two ranks costs a second copy of its
+    prompt. Groups go to the ranks as a whole, those of the most tokens first; then completions move, one by one, from
+    the rank with the most tokens to the one with the fewest.
+
+    Returns the rank of each completion [P][G] of `size` ranks, from the tokens of prompts and completions.
+    """
+    costs_P = [prompt + sum(lengths) for prompt, lengths in zip(prompts_P, completions_PG, strict=True)]
+    loads = [0] * size
+    owners_PG: list[list[int]] = [[]] * len(costs_P)
+    for group in sorted(range(len(costs_P)), key=lambda index: -costs_P[index]):
+        rank = loads.index(min(loads))
+        owners_PG[group] = [rank] * len(completions_PG[group])
+        loads[rank] += costs_P[group]
+
+    def loads_after(group: int, index: int, donor: int, receiver: int) -> tuple[int, int]:
+        length, owners = completions_PG[group][index], owners_PG[group]
+        taken = length + (prompts_P[group] if owners.count(donor) == 1 else 0)
+        given = length + (0 if receiver in owners else prompts_P[group])
+        return loads[donor] - taken, loads[receiver] + given
+
+    while max(loads) * size > BALANCED * sum(loads):
+        donor, receiver = loads.index(max(loads)), loads.index(min(loads))
+        moves = [
+            (max(loads_after(group, index, donor, receiver)), group, index)
+            for group, owners in enumerate(owners_PG)
+            for index, owner in enumerate(owners)
+            if owner == donor
+        ]
+        most, group, index = min(moves)
+        if most >= loads[donor]:
+            break
+        loads[donor], loads[receiver] = loads_after(group, index, donor, receiver)
+        owners_PG[group][index] = receiver
+    return owners_PG
+
+
+def shared_rows(
+    prompts_P: Sequence[Sequence[int]],
+    completions_PG: Sequence[Sequence[Sequence[int]]],
+    chosen_PG: Sequence[Sequence[bool]],
+) -> list[Row]:
+    """Return the chosen completions of prompts as rows, with as many of a prompt as one may hold."""
     rows = []
-    for group, chosen_G in zip(groups, chosen_PG or repeat(repeat(True)), strict=False):
-        completions = [rollout.completion.marked_ids for rollout in compress(group.rollouts_G, chosen_G)]
-        if completions:
-            rows += split_row(Row(group.rollouts_G[0].prompt_ids, completions), MAX_SHARED_ROW_TOKENS)
+    for prompt, completions_G, chosen_G in zip(prompts_P, completions_PG, chosen_PG, strict=True):
+        if chosen := [*compress(completions_G, chosen_G)]:
+            rows += split_row(Row(prompt, chosen), MAX_SHARED_ROW_TOKENS)
     return rows
 
 

@@ -36,9 +36,6 @@ RUN_NAME_VARIABLE = "BANDPO_RUN_NAME"  # environment variable of such a rank: th
 SILENT_S = 5.0
 """Seconds without a sign after which a rank is silent: those that wait give one about once per second."""
 
-BALANCED = 1.01
-"""Completions are moved between ranks until the rank with the most tokens has at most this many times the mean."""
-
 _GLOO_ERROR = "gloo/transport"  # in every error of gloo's connections: the place in its source
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)  # in such an error
 
@@ -198,52 +195,11 @@ class Ranks:
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 and return its result on every rank; raise its error on every rank."""
-        return cast("T", self.agree(lambda: action() if self.is_main else None)[0])
+        return cast("T", self.agree(action if self.is_main else lambda: None)[0])
 
     def wait(self) -> None:
         """Wait until every rank has called this."""
         self.gather(None)
-
-
-def balanced_owners(
-    prompts_P: Sequence[int], completions_PG: Sequence[Sequence[int]], size: int
-) -> list[list[int]]:
-    """Distribute completions over ranks so that all ranks have about the same number of tokens.
-
-    A rank holds a prompt once for all of its completions, so that a group on two ranks costs a second copy of its
-    prompt. Groups go to the ranks as a whole, those of the most tokens first; then completions move, one by one, from
-    the rank with the most tokens to the one with the fewest.
-
-    Returns the rank of each completion [P][G] of `size` ranks, from the tokens of prompts and completions.
-    """
-    costs_P = [prompt + sum(lengths) for prompt, lengths in zip(prompts_P, completions_PG, strict=True)]
-    loads = [0] * size
-    owners_PG: list[list[int]] = [[]] * len(costs_P)
-    for group in sorted(range(len(costs_P)), key=lambda index: -costs_P[index]):
-        rank = loads.index(min(loads))
-        owners_PG[group] = [rank] * len(completions_PG[group])
-        loads[rank] += costs_P[group]
-
-    def loads_after(group: int, index: int, donor: int, receiver: int) -> tuple[int, int]:
-        length, owners = completions_PG[group][index], owners_PG[group]
-        taken = length + (prompts_P[group] if owners.count(donor) == 1 else 0)
-        given = length + (0 if receiver in owners else prompts_P[group])
-        return loads[donor] - taken, loads[receiver] + given
-
-    while max(loads) * size > BALANCED * sum(loads):
-        donor, receiver = loads.index(max(loads)), loads.index(min(loads))
-        moves = [
-            (max(loads_after(group, index, donor, receiver)), group, index)
-            for group, owners in enumerate(owners_PG)
-            for index, owner in enumerate(owners)
-            if owner == donor
-        ]
-        most, group, index = min(moves)
-        if most >= loads[donor]:
-            break
-        loads[donor], loads[receiver] = loads_after(group, index, donor, receiver)
-        owners_PG[group][index] = receiver
-    return owners_PG
 
 
 SINGLE = Ranks()

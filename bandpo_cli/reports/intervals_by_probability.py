@@ -19,12 +19,14 @@ from bandpo_cli.bounds import RatioBounds, band_bounds
 from bandpo_cli.bounds.band import saturation
 from bandpo_cli.bounds.divergences_and_closed_forms import find_divergence
 from bandpo_cli.errors import UserError
-from bandpo_cli.methods.settings import CustomSettings, TrustRegionSettings, comparable_methods
+from bandpo_cli.methods import COMPARABLE, METHODS
+from bandpo_cli.methods.settings import CustomSettings, MethodSettings, TrustRegionSettings
+from bandpo_cli.registries import load_attribute
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PEERS = comparable_methods()
+PEERS: dict[str, MethodSettings] = {name: load_attribute(METHODS[name].settings)() for name in COMPARABLE}
 """Methods that a Band can be compared with, at their published settings."""
 
 _SMALLEST_P, _RATIO_FLOOR, _RATIO_CEILING = 1e-4, 1e-2, 1e3

@@ -21,7 +21,7 @@ from bandpo_cli.errors import ConfigError, nearest, plural
 from bandpo_cli.grading.tools import tool_schemas
 from bandpo_cli.models.load import Policy
 from bandpo_cli.registries import TEMPLATES
-from bandpo_cli.tasks.task import build_prompt, without_spaces
+from bandpo_cli.tasks.task import build_prompt, compatibility_form
 from bandpo_cli.types import Message, Problem
 
 COMPARED = 32
@@ -356,7 +356,10 @@ def _check_questions(
     warnings, missing, first = list[str](), list[str](), dict[tuple[int, ...], tuple[str, str]]()
     sample, all_texts = problems[:COMPARED], [_texts(problem) for problem in problems[:COMPARED]]
     decoded = ["".join(text for text, _ in encoder.pieces(item.token_ids)) for item in prompts[:COMPARED]]
-    plain = without_spaces([*decoded, *chain.from_iterable(all_texts)])
+    # Tokenizers may change spaces and forms of characters.
+    plain = [
+        "".join(compatibility_form(text).split()) for text in (*decoded, *chain.from_iterable(all_texts))
+    ]
     read, written = plain[: len(decoded)], iter(plain[len(decoded) :])
     for problem, prompt, texts, text_read in zip(sample, prompts, all_texts, read, strict=False):
         texts = [*islice(written, len(texts))]

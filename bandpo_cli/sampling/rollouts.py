@@ -12,9 +12,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from bandpo_cli.config.batch_and_sampling import RewardConfig, resolve_engine
 from bandpo_cli.config.run import RunConfig, dtype_on
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.load import Policy, is_on_cuda, load_policy, load_tokenizer, read_config
+from bandpo_cli.models.load import Policy, load_policy, load_tokenizer, read_config
+from bandpo_cli.models.model_files import base_config
 from bandpo_cli.objective.advantages import shaped_rewards
-from bandpo_cli.processes.ranks import SINGLE, Ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks, is_gpu
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling import prompt_encoding
 from bandpo_cli.sampling.conversations import Conversations, Session, build_conversations
@@ -43,6 +44,7 @@ class Prompts:
         heldout: those of each evaluation set, by label.
         conversations: samples the turns of a task with tools or an environment; None for another task.
         notes: messages about the data for the user, one line each.
+        model_config: config.json of the model, of an adapter that of its base.
     """
 
     encoder: PromptEncoder
@@ -50,6 +52,7 @@ class Prompts:
     heldout: Mapping[str, Sequence[Problem]]
     conversations: Conversations | None
     notes: list[str]
+    model_config: PreTrainedConfig
 
 
 @dataclass
@@ -68,7 +71,8 @@ def set_up_sampling(config: RunConfig, task: Task, ranks: Ranks, training: bool 
     Raises UserError if the model or the data cannot be loaded, or a prompt limit leaves no problem.
     """
     prompts = encode_prompts(config, task, ranks, training)
-    policy = load_policy(config.model, for_training=training, ranks=ranks, seed=config.seed)
+    files = prompts.model_config, prompts.encoder.tokenizer
+    policy = load_policy(config.model, training, ranks, config.seed, *files)
     problems = [*prompts.train, *chain.from_iterable(prompts.heldout.values())]
     stop_ids = completion_stop_ids(policy, prompts.encoder, problems)
     return SamplingSetup(**vars(prompts), policy=policy, stop_ids=stop_ids)
@@ -91,7 +95,7 @@ def encode_prompts(config: RunConfig, task: Task, ranks: Ranks = SINGLE, trainin
         for label, problems in first.items()
     }
     notes += encoder.notes(train if training else [*chain.from_iterable(heldout.values())])
-    return Prompts(encoder, train, heldout, conversations, notes)
+    return Prompts(encoder, train, heldout, conversations, notes, model)
 
 
 def check_engine_settings(config: RunConfig) -> PreTrainedConfig:
@@ -101,7 +105,8 @@ def check_engine_settings(config: RunConfig) -> PreTrainedConfig:
         UserError: the model is a mixture of experts, which the engine does not run, its config cannot be read, or the
             engine does not sample at a temperature.
     """
-    engine = resolve_engine(config.sampling.engine, is_on_cuda(config.model))
+    on_gpu = is_gpu(config.model.device)
+    engine = resolve_engine(config.sampling.engine, on_gpu)
     for section in ("sampling", "evaluation"):
         temperature, (low, high) = getattr(config, section).temperature, ENGINES[engine].temperatures
         if temperature and not low <= temperature <= high:
@@ -109,15 +114,12 @@ def check_engine_settings(config: RunConfig) -> PreTrainedConfig:
                 f"{section}.temperature = {temperature:g}: {engine} samples at {low:g} to {high:g}, or at 0; "
                 "choose one of these, or use --sampler transformers"
             )
-    if (
-        config.sampling.vllm.float32_head
-        and dtype_on(config.model.dtype, is_on_cuda(config.model)) == "float32"
-    ):
+    if config.sampling.vllm.float32_head and dtype_on(config.model.dtype, on_gpu) == "float32":
         raise UserError(
             "sampling.vllm.float32_head = True: the model is in float32, and so are its logits; leave it out, or set "
             "model.dtype=bfloat16"
         )
-    model = read_config(config.model)
+    model = read_config(base_config(config.model)[0])
     text = model.get_text_config()
     # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
     experts = [value for key, value in text.to_dict().items() if key.endswith("experts")]

@@ -297,7 +297,6 @@ class TransformersSampler(Sampler):
         running = torch.ones_like(stopped)
         random = random_numbers([turn.seed for turn in turns_P], n, max_tokens)
         for step, uniforms in enumerate(random):
-            progress()
             uniforms_B = uniforms.to(device)[active]
             sampled, sampled_logprobs, all_logprobs = sample_tokens(logits, uniforms_B, params.temperature)
             tokens[active, step], logprobs[active, step] = sampled, sampled_logprobs
@@ -338,6 +337,7 @@ class TransformersSampler(Sampler):
         self, ids: torch.Tensor, attended: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
         """Run the model on new tokens and return the logits after the last one, float32 [B, V]."""
+        progress()
         output = self._model(
             input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True,
             logits_to_keep=1,

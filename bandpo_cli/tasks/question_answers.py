@@ -38,8 +38,7 @@ SAMPLE_ROWS = 1000
 ROLES = ("system", "user", "assistant")
 
 _PURPOSES = {"train": "training", "heldout": "evaluation"}
-_NO_SETTINGS = DataTask(name=DATA_TASK)
-_DEFAULT_TEMPLATE = _NO_SETTINGS.template
+_DEFAULT_TEMPLATE = DataTask.model_fields["template"].default
 
 
 class Question(NamedTuple):
@@ -172,7 +171,7 @@ def hub_ids(config: DataTask) -> list[str]:
 
 
 def load_questions(
-    source: Source, part: SplitName, config: DataTask = _NO_SETTINGS
+    source: Source, part: SplitName, config: DataTask | None = None
 ) -> tuple[list[Problem], list[str]]:
     """Read the questions of a source that the setting `part` of the task `config` names.
 
@@ -181,6 +180,7 @@ def load_questions(
     with them. Raise ConfigError if the source cannot be read, lacks a needed field, has malformed chat messages, or has
     no usable row.
     """
+    config = config or DataTask(name=DATA_TASK)
     label, place, known = source_label(source), source.path or source.name, known_dataset(source)
     grader, rewards = config.answer_grader or source.answer_grader, config.rewards or (RewardComponent(),)
     comparing = [name for item in rewards if item.weight and needs_answer(name := item.grader or grader)]

@@ -38,8 +38,6 @@ ANSWER_NAMES = ("answer", "final_answer", "ground_truth", "target", _VERL_ANSWER
 LEVEL_NAMES = ("level", "difficulty")
 """The usual names, in the order in which they are tried."""
 
-NO_FIELDS = Fields()
-
 _INTEGER_VALUED = re.compile(r"(-?\d+)\.0+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _FIRST_NUMBER = re.compile(r"\d+")
@@ -248,7 +246,7 @@ def _row(value: Any, where: str) -> Row:
 
 
 def find_fields(
-    rows: Iterable[Mapping[str, Any]], configured: Fields = NO_FIELDS, known: Fields | Dataset = NO_FIELDS
+    rows: Iterable[Mapping[str, Any]], configured: Fields | None = None, known: Fields | Dataset | None = None
 ) -> Fields:
     """Return the dotted paths of the fields, None for a field that was not found.
 
@@ -257,7 +255,7 @@ def find_fields(
     an answer, `answer` equals `question`: it is the assistant message at the end of the chat messages, as in data for
     supervised fine-tuning.
     """
-    rows = list(rows)
+    configured, known, rows = configured or Fields(), known or Fields(), list(rows)
 
     def first(names: Iterable[str | None], usable: Callable[[Any], Any]) -> str | None:
         return next((n for n in names if n and any(usable(value_at(row, n)) for row in rows)), None)

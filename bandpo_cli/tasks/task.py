@@ -48,8 +48,9 @@ def build_task(config: TaskSettings) -> Task:
 
     Files and data sets are read, and raise ConfigError, when their problems are first needed.
     """
-    check_package(config.name)
-    task: Task = load_attribute(TASKS[task_kind(config.name)].build)(config)
+    entry = TASKS[task_kind(config.name)]
+    check_package(entry)
+    task: Task = load_attribute(entry.build)(config)
     return task
 
 
@@ -86,11 +87,6 @@ def bare_question(text: str) -> str:
         if (before or after) and text.startswith(before) and text.rstrip().endswith(after):
             return text.rstrip()[len(before) :].removesuffix(after)
     return text
-
-
-def without_spaces(texts: Iterable[str]) -> list[str]:
-    """Return texts without spaces and without different forms of a character, which tokenizers may change."""
-    return ["".join(compatibility_form(text).split()) for text in [*texts]]
 
 
 def compatibility_form(text: str) -> str:

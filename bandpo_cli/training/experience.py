@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress
+from itertools import compress
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -28,16 +28,17 @@ from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import (
     TokenBatch,
+    balanced_owners,
     batch_rows,
     collate,
     device_tensor,
     empty_batch,
     host_copy,
-    rows_from_groups,
+    shared_rows,
 )
 from bandpo_cli.objective.advantages import wrong_peers
 from bandpo_cli.objective.policy_objective import AGGREGATIONS, entropy_threshold, off_policy_tokens
-from bandpo_cli.processes.ranks import Ranks, balanced_owners
+from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.types import Group
 
 
@@ -349,8 +350,8 @@ def _sampled(
     if not all(completion.token_ids for completion in completions):
         raise RunError("the sampler returned a completion without a token, not even an end token")
     device = advantages_PG.device
-    lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
     peers = [share for group in groups for share in wrong_peers(group)]
+    lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
     sampler_logprobs = device_tensor(np.concatenate([item.logprobs for item in completions]), device)
     entropy = None
     if all(len(item.entropies) == len(item.token_ids) for item in completions):
@@ -377,15 +378,18 @@ def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int)
     The ranks have about equal numbers of tokens, and equal numbers of micro-batches: some may be empty, because every
     pass through a sharded model needs all ranks.
     """
-    ranks, device, groups = policy.ranks, policy.device, experience.groups
-    prompts_P = [len(group.rollouts_G[0].prompt_ids) for group in groups]
-    completions_PG = [[rollout.completion for rollout in group.rollouts_G] for group in groups]
-    lengths_PG = [[len(item.marked_ids) for item in completions_G] for completions_G in completions_PG]
-    owners_PG = np.array(balanced_owners(prompts_P, lengths_PG, ranks.size))
-    token_owners = owners_PG.repeat([len(item.token_ids) for item in chain.from_iterable(completions_PG)])
+    ranks, device, groups = policy.ranks, experience.lengths.device, experience.groups
+    prompts_P = [group.rollouts_G[0].prompt_ids for group in groups]
+    completions_PG = [[rollout.completion.marked_ids for rollout in group.rollouts_G] for group in groups]
+    lengths_PG = [[*map(len, completions_G)] for completions_G in completions_PG]
+    owners_PG = np.array(balanced_owners([*map(len, prompts_P)], lengths_PG, ranks.size))
+    token_owners = owners_PG.repeat(
+        [len(item.completion.token_ids) for group in groups for item in group.rollouts_G]
+    )
     sequences, tokens = (np.flatnonzero(owners == ranks.rank) for owners in (owners_PG, token_owners))
     batches = []
-    for rows in batch_rows(rows_from_groups(groups, (owners_PG == ranks.rank).tolist()), max_tokens):
+    own_rows = shared_rows(prompts_P, completions_PG, (owners_PG == ranks.rank).tolist())
+    for rows in batch_rows(own_rows, max_tokens):
         batch = collate(rows, device)
         n, s = len(batch.targets), sum(len(row.completions) for row in rows)
         places = (device_tensor(tokens[:n], device), device_tensor(sequences[:s], device))

@@ -42,7 +42,7 @@ from bandpo_cli.training.metrics import (
     token_values,
     update_metrics,
 )
-from bandpo_cli.training.performance import PackedWork, RunTotals, StepTimer, computes_prompts_once
+from bandpo_cli.training.performance import PackedWork, RunTotals, StepTimer
 from bandpo_cli.training.rollout_batches import RolloutBatches
 from bandpo_cli.training.update import handle_bad_update, update_policy
 from bandpo_cli.types import Group, Rollout
@@ -78,10 +78,13 @@ def train(
     policy, optimizer, is_main = components.policy, components.optimizer, components.ranks.is_main
     reference = None if components.reference is None else components.reference.model
     totals = RunTotals(components.ranks.on_main(folder.read_metrics))
-    prompt_once = computes_prompts_once(config, components.sampler)
+    # vLLM caches prompts and turns. The transformers engine has no cache between the turns of a conversation.
+    has_cache = (
+        config.sampling.vllm.prefix_caching if components.sampler.streams else not config.task.functions
+    )
+    work = PackedWork(policy.model, components.ranks, reference, has_cache)
     with (
         CheckpointWriter(config, components, folder) as writer,
-        PackedWork(policy.model, components.ranks, reference, prompt_once) as work,
         RolloutBatches(config, components) as batches,
     ):
         about = config, components, folder, writer, totals
@@ -102,7 +105,7 @@ def train(
             batches.start(step + 1)  # only with sampling.max_lag
             adapts = config.objective.entropy_target is not None
             settings = with_entropy_bonus(config, components.entropy_bonus) if adapts else config
-            with timer.phase("logprobs"):
+            with work, timer.phase("logprobs"):
                 # → advantages → token batches → old log-probs → bounds
                 advantages_PG = step_advantages(config, rollouts.groups)
                 loss = policy_loss(config.bounds.at_step(step, config.steps), settings.objective)
@@ -110,7 +113,7 @@ def train(
                 exact = config.sampling.max_lag == 0 and is_exact(components.sampler, policy)
                 graded = rollouts.groups, advantages_PG
                 experiences = prepare_updates(policy, components.reference, *graded, loss, settings, exact)
-            with timer.phase("update"):
+            with work, timer.phase("update"):
                 # → loss → optimizer step, once per experience
                 run = folder.path if is_main else None
                 on_bad_update = partial(handle_bad_update, config, optimizer, step, run)

@@ -32,8 +32,6 @@ from bandpo_cli.processes.watch import Wait
 from bandpo_cli.types import Group
 
 if TYPE_CHECKING:
-    from bandpo_cli.config.run import RunConfig
-    from bandpo_cli.sampling.sampler import Sampler
     from bandpo_cli.training.experience import Experience
     from bandpo_cli.training.rollout_batches import SampledGroups
 
@@ -109,15 +107,6 @@ class RunTotals:
         """Add what a step, or a part of it, has taken; return the totals."""
         self._totals = {name: total + taken.get(name, 0) for name, total in self._totals.items()}
         return {**self._totals}
-
-
-def computes_prompts_once(config: RunConfig, sampler: Sampler) -> bool:
-    """Return whether a prompt is computed once for its completions, and each turn once; see `sampling_rows`.
-
-    vLLM caches prompts and turns with `sampling.vllm.prefix_caching`. The transformers engine computes a prompt once,
-    but has no cache between the turns of a conversation.
-    """
-    return config.sampling.vllm.prefix_caching if sampler.streams else not config.task.functions
 
 
 def sampling_rows(groups: Iterable[Group], prompt_once: bool) -> Iterator[tuple[int, ...]]:
@@ -210,7 +199,7 @@ class PackedWork(AbstractContextManager["PackedWork"]):
             self.peak = peak_flops(torch.cuda.get_device_name(self._device))
 
     def __enter__(self) -> Self:
-        """Count the passes from here on."""
+        """Count the passes from here on: those of a phase of training, all of which are packed."""
         self._hooks = [model.register_forward_hook(self._add, with_kwargs=True) for model in self._models]
         return self
 
@@ -222,9 +211,8 @@ class PackedWork(AbstractContextManager["PackedWork"]):
     def _add(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object
     ) -> None:
-        """Count a forward pass if it is packed; a forward hook."""
-        if not isinstance(packing := kwargs.get("packing"), Packing):
-            return
+        """Count a packed forward pass; a forward hook."""
+        packing: Packing = kwargs["packing"]
         tokens = sum(map(sum, packing.rows))
         self.flops += self.flops_of(packing.rows, torch.is_grad_enabled())
         # Kernels for sequences of any length use no blocks and so no padding.

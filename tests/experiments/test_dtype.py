@@ -21,7 +21,6 @@ from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.experiments.memory_check import GIB, memory_report, memory_savings
 from bandpo_cli.exports.verl_settings import overrides_of
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.models import load
 from bandpo_cli.models.load import load_policy
 from bandpo_cli.models.memory_estimate import Device, estimate_memory
 from bandpo_cli.results import changed_settings
@@ -36,7 +35,8 @@ SHARE = "sampling.vllm.memory_fraction"
 
 def use_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this machine one with a GPU, on which the code runs with the CPU."""
-    monkeypatch.setattr(load, "is_on_cuda", lambda config: True)
+    for module in ("experiments.memory_check", "experiments.run", "models.load", "sampling.rollouts"):
+        monkeypatch.setattr(f"bandpo_cli.{module}.is_gpu", lambda device: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (80 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(name="a GPU"))
 

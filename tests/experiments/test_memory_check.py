@@ -26,7 +26,6 @@ from bandpo_cli.experiments import memory_check, resume, train
 from bandpo_cli.experiments.memory_check import GIB, check_memory, memory_of_task, memory_report
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS
 from bandpo_cli.experiments.run import load_components
-from bandpo_cli.models import load
 from bandpo_cli.models.memory_estimate import SLEEPING_ENGINE_BYTES, Device, estimate_memory
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.tasks.task import build_task
@@ -54,7 +53,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     def properties(card: int) -> SimpleNamespace:
         return SimpleNamespace(name=f"GPU {card}", total_memory=0)
 
-    monkeypatch.setattr(load, "is_on_cuda", lambda config: True)
+    for module in ("experiments.memory_check", "experiments.run", "models.load", "sampling.rollouts"):
+        monkeypatch.setattr(f"bandpo_cli.{module}.is_gpu", lambda device: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: [int(1e9 * gb) for gb in gpus[card][::-1]])
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))

@@ -29,7 +29,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_gpu(monkeypatch: pytest.MonkeyPatch, capability: int, started: bool = False) -> None:
-    monkeypatch.setattr(load, "is_on_cuda", lambda config: True)
+    monkeypatch.setattr(load, "is_gpu", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     monkeypatch.delitem(sys.modules, "vllm", raising=False)

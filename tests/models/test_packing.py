@@ -8,21 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.models import packing
-from bandpo_cli.models.packing import Packing, Row, batch_rows, collate, rows_from_groups
-from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
+from bandpo_cli.models.packing import Packing, Row, batch_rows, collate, shared_rows
 
 CPU = torch.device("cpu")
-PROBLEM = Problem("1", "1+1", "2", "test", "integer")
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=6).map(tuple)
-
-
-def group(prompt: int, completions: list[int]) -> Group:
-    """Return a group with consecutive token ids, so that all completions differ."""
-    ids = itertools.count()
-    prompt_ids, *answers = (tuple(itertools.islice(ids, length)) for length in (prompt, *completions))
-    sampled = [Completion(answer, (0.0,) * len(answer), "stop", 0) for answer in answers]
-    grade = Grade(0.0, False, "wrong")
-    return Group(PROBLEM, tuple(Rollout(PROBLEM, "", prompt_ids, item, "", grade) for item in sampled))
 
 
 def test_batches_keep_the_order_and_the_token_limit() -> None:
@@ -48,7 +37,12 @@ def test_batches_keep_the_order_and_the_token_limit() -> None:
     ],
 )
 def test_prompt_is_shared_within_limits(prompt: int, completions: list[int], expected: list[int]) -> None:
-    rows = rows_from_groups([group(prompt, completions), group(3, [2, 2])])
+    ids = itertools.count()  # of consecutive tokens, so that all completions differ
+    prompt_ids, *answers = ([*itertools.islice(ids, length)] for length in (prompt, *completions))
+    others = [[0, 0], [1, 1], [2, 2]]
+    chosen = [[True] * len(answers), [True, False, True]]
+    rows = shared_rows([prompt_ids, [7, 8, 9]], [answers, others], chosen)
+    assert rows[-1] == Row([7, 8, 9], [[0, 0], [2, 2]])
     assert [len(row.completions) for row in rows] == [*expected, 2]
     flat = [token for row in rows[:-1] for completion in row.completions for token in completion]
     assert flat == list(range(prompt, prompt + sum(completions)))

@@ -21,8 +21,10 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import with_dtype
 from bandpo_cli.metric_names import TOTALS, without_clock
-from bandpo_cli.models.load import embedded_model_path, with_resolved_dtype
+from bandpo_cli.models.load import embedded_model_path
+from bandpo_cli.processes.ranks import is_gpu
 from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training.build import Components, build_components
@@ -243,7 +245,8 @@ def compare(
         seed: of the completions.
         turns: the completions have tokens that were not sampled.
     """
-    config = with_resolved_dtype(resolve([BASE, {"model": {"path": str(model_folder)}}, layer]))
+    config = resolve([BASE, {"model": {"path": str(model_folder)}}, layer])
+    config = with_dtype(config, is_gpu(config.model.device))
     settings = config.model_dump()
     dtype = getattr(torch, config.model.dtype)
     start = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype).eval()

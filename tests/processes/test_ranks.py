@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.errors import RunError, UserError, is_received
+from bandpo_cli.models.packing import balanced_owners
 from bandpo_cli.processes.ranks import (
     SINGLE,
     Ranks,
-    balanced_owners,
     is_main_process,
     local_rank_count,
     rank_count,
