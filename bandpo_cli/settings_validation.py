@@ -56,7 +56,7 @@ class Section(BaseModel):
         )
 
     def __hash__(self) -> int:
-        return hash(self.model_dump_json())  # pydantic's own hash fails for a field that is a dictionary
+        return hash(repr(self))  # pydantic's own hash fails for a field that is a dictionary
 
     @model_validator(mode="before")
     @classmethod

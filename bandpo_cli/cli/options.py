@@ -253,6 +253,7 @@ _MEMBERS = ":NAME (repeatable; {}:list prints the names)"
 _GENERATED = [name + (_MEMBERS.format(name) if TASKS[name].members else "") for name in generated_tasks()]
 TASKS_TEXT = f"{', '.join(_GENERATED)}, a known data set ({', '.join(DATASETS)})"
 """What `--task` accepts beside files, for a help text."""
+TASK_NAMES = [*generated_tasks(), *DATASETS]
 
 SETTINGS = (
     Flag("--method", "bounds.method", str, f"Policy loss: {METHODS.names_text()}; grpo and ppo mean clip.", "band",

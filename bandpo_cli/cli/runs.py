@@ -33,7 +33,6 @@ from bandpo_cli.errors import UserError, excerpt, nearest
 from bandpo_cli.methods import METHODS
 from bandpo_cli.metric_names import AXES
 from bandpo_cli.processes.watch import read_stacks
-from bandpo_cli.registries import DATASETS, generated_tasks
 
 RunName = Annotated[
     str, opt.argument("RUN", complete=folder_of("run"), help="Its name in --runs-dir, or its folder.")
@@ -71,7 +70,7 @@ def runs(
         list[str] | None, opt.argument("PATTERN...", "all", complete=folder_of("run", "sweep"))
     ] = None,
     method: Annotated[str | None, opt.option("METHOD", complete=one_of(METHODS))] = None,
-    task: Annotated[str | None, opt.option("TASK", complete=one_of([*generated_tasks(), *DATASETS]))] = None,
+    task: Annotated[str | None, opt.option("TASK", complete=one_of(opt.TASK_NAMES))] = None,
     status: Annotated[str | None, _STATUS] = None,
     sort: Annotated[str, _SORT] = "time",
     format_: opt.TableOrJson = "table",

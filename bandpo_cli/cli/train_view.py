@@ -149,7 +149,7 @@ class TrainView(ExperimentView):
             finishing = f"finishing the record in {places.replace('mlflow', 'MLflow')} …"
             self.spinners = {"load": LOADING, "close": f"writing the plots, {finishing}"}
         self.print_start(info.folder, "run folder", info.notes)
-        for record in RunFolder(info.folder).read_metrics():
+        for record in RunFolder(info.folder).read_metrics() if info.first_step > 0 else ():
             self._add_metrics(record)
         self._steps, done = info.steps, self._last.get("step", 0)
         self._task = self._bar.add_task("train", total=info.steps, completed=done, phase="")

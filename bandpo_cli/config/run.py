@@ -126,7 +126,7 @@ class ModelConfig(Section):
     `embedded-calculator`, the default of the task `calculator`, the one that calls a tool."""
     revision: NotEmpty | None = None
     """The revision (branch, tag or commit) of a model on the hub; null for the latest."""
-    dtype: Literal["auto"] | Dtype = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype of forward and backward passes; `auto` is bfloat16 on a CUDA GPU and float32 elsewhere, and a run
     writes the one that it used into its config.yaml. In 16 bits the optimizer keeps float32 master weights, and with
     float16 the loss is scaled, and an update whose gradient overflows is skipped."""

@@ -22,7 +22,6 @@ from bandpo_cli.config.layers import (
     as_layers,
     copy_values,
     resolve,
-    to_yaml,
 )
 from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.custom_code import exits_as_errors, user_code
@@ -131,10 +130,9 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
             with status FAILED.
         LostRankError: the process of another rank has ended; a RunError.
     """
-    first = plan.first_step
     with ExitStack() as stack:
         events, config, components = start_run(plan, callbacks, stack)
-        folder = open_folder(plan, config, components, stack)
+        folder, first = open_folder(plan, config, components, stack), plan.first_step
         status: RunStatus = "FINISHED"
         stopped_by: str | None = None
         error: BaseException | None = None
@@ -184,7 +182,7 @@ def start_run(
     changeable = CHANGEABLE_SETTINGS if plan.is_resume else None
     loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable, on_estimate)
     config = copy_values(config, loaded, CHOSEN_AT_START)
-    check_same_on_all(components.ranks, to_yaml(config), str(plan.step))
+    check_same_on_all(components.ranks, repr(config), str(plan.step))
     load_state(plan, config, components)
     return events, config, components
 
@@ -265,7 +263,7 @@ def train_steps(
     is_main, last = components.ranks.is_main, first - 1
     if is_main:
         components.grader.error_folder = folder.path / GRADER_ERRORS
-    monitor = StepMonitor(config, folder.read_metrics() if is_main else (), stop)
+    monitor = StepMonitor(config, folder.read_metrics() if is_main and first > 0 else (), stop)
     with out_of_memory_errors(config), disk_errors(folder), lost_rank_errors():
         steps = loop.train(config, components, folder, events.phase, first, monitor.is_over)
         try:

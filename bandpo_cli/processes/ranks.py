@@ -249,9 +249,6 @@ def _store() -> Any:
 @contextmanager
 def connected(ranks: Ranks, device_type: str) -> Iterator[None]:
     """Connect the ranks for the duration of the block: gloo for CPU tensors and objects, NCCL for those on a GPU."""
-    if ranks.size == 1:
-        yield
-        return
     import torch
     import torch.distributed as dist
 
@@ -294,10 +291,12 @@ def connected_ranks(device: str, stall_after: float) -> Iterator[Ranks]:
     place of the backend's error where the process of another rank has ended.
     """
     watch.stall_after = stall_after
-    ranks, local = ranks_from_environment(), local_rank_count()
-    if ranks.size > 1:
-        check_gpu_count(device, local, f"{local} ranks on this machine")
-    with lost_rank_errors(), connected(ranks, "cuda" if ranks.size > 1 and is_gpu(device) else "cpu"):
+    if (ranks := ranks_from_environment()).size == 1:
+        yield ranks
+        return
+    local = local_rank_count()
+    check_gpu_count(device, local, f"{local} ranks on this machine")
+    with lost_rank_errors(), connected(ranks, "cuda" if is_gpu(device) else "cpu"):
         yield ranks
 
 

@@ -262,7 +262,7 @@ def prepare_updates(
         RunError: a completion has no tokens.
     """
     max_tokens, temperature = config.optim.pass_tokens, config.sampling.temperature
-    objective, size = config.objective, len(groups) // config.optim.updates
+    device, objective, size = policy.device, config.objective, len(groups) // config.optim.updates
     finished_PG = [[item.completion.finish_reason == "stop" for item in group.rollouts_G] for group in groups]
     has_loss_PG = torch.tensor(finished_PG) | (not objective.mask_truncated)
     advantages_PG = advantages_PG.where(has_loss_PG, 0.0)
@@ -280,7 +280,7 @@ def prepare_updates(
             runs = torch.ones_like(runs)
         old = old_policy(objective, loss, sampler_is_exact, is_first=start == 0, needs_entropy=needs_entropy)
         used, others = ([*compress(groups[start : start + size], mask.tolist())] for mask in (runs, ~runs))
-        experience = _sampled(used, advantages[runs].to(policy.device), has_loss[runs], loss, old)
+        experience = _sampled(used, advantages[runs].to(device), has_loss[runs], loss, old)
         experience = _with_micro_batches(experience, policy, max_tokens)
         if reference is not None:
             (ref_logprobs,) = _forward(reference, experience, temperature, with_entropy=False)
@@ -291,7 +291,7 @@ def prepare_updates(
         if old.measured == "extra pass":
             experience = experience.measured(*_forward(policy, experience, temperature))
         if others:
-            left_out = _sampled(others, advantages[~runs].to(policy.device), has_loss[~runs], loss, old)
+            left_out = _sampled(others, advantages[~runs].to(device), has_loss[~runs], loss, old)
             if needs_entropy or (objective.all_token_metrics and not sampler_is_exact):
                 in_model = _with_micro_batches(left_out, policy, max_tokens)
                 left_out = left_out.measured(*_forward(policy, in_model, temperature))

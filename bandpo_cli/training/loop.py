@@ -77,11 +77,11 @@ def train(
     """
     policy, optimizer, is_main = components.policy, components.optimizer, components.ranks.is_main
     reference = None if components.reference is None else components.reference.model
-    totals = RunTotals(components.ranks.on_main(folder.read_metrics))
     # vLLM caches prompts and turns. The transformers engine has no cache between the turns of a conversation.
     has_cache = (
         config.sampling.vllm.prefix_caching if components.sampler.streams else not config.task.functions
     )
+    totals = RunTotals(components.ranks.on_main(folder.read_metrics) if first > 0 else [])
     work = PackedWork(policy.model, components.ranks, reference, has_cache)
     with (
         CheckpointWriter(config, components, folder) as writer,

@@ -112,7 +112,8 @@ def update_policy(
         except NonFiniteError as error:
             if isinstance(error, GradientNormError) and optimizer.skip_overflow():
                 skipped = "the gradient of update %d overflows in float16; it is skipped, the loss scale falls to %g"
-                log.warning(skipped, optimizer.update, optimizer.loss_scale)
+                if policy.ranks.is_main:
+                    log.warning(skipped, optimizer.update, optimizer.loss_scale)
                 updates.skipped.append(experience)
                 continue
             if on_bad_update is None:

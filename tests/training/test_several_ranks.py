@@ -103,7 +103,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "log-probs of a pass without gradient": {},
     "metrics of all tokens, more ranks than groups of an update": {
-        "objective": {"all_token_metrics": True},
+        "objective": {"all_token_metrics": True, "top_entropy": 0.3},
         "optim": {"updates": 4},
     },
 }
@@ -143,11 +143,11 @@ def test_several_ranks_train_as_one(
 
 
 def sharded_gradients(ranks: Ranks) -> list[dict[str, Any]]:
-    """Return results of sharded models of both types: rank 0 has two rows, rank 1 one row and an empty batch."""
+    """Return results of sharded models of each dtype: rank 0 has two rows, rank 1 one row and an empty batch."""
     return [sharded_gradient(ranks, dtype) for dtype in DTYPES]
 
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sharded_gradient(ranks: Ranks, dtype: torch.dtype) -> dict[str, Any]:
