@@ -163,6 +163,7 @@ def _usage_message(error: typer.TyperException) -> str:
     from bandpo_cli.settings_validation import option_for, setting_for
 
     message, context = error.format_message(), getattr(error, "ctx", None)
+    message = re.sub("Input should be a valid integer.*", "expected an integer", message)
     option = getattr(error, "option_name", "")
     known = {flag for parameter in context.command.params for flag in parameter.opts} if context else set()
     advice = ""

@@ -39,7 +39,7 @@ from bandpo_cli.metric_names import (
 )
 from bandpo_cli.paths import path_exists, read_json_object
 from bandpo_cli.storage.checkpoints import complete_checkpoints
-from bandpo_cli.storage.files import file_checksum, is_locked, iterate_metrics, step_name
+from bandpo_cli.storage.files import file_checksum, is_locked, iterate_metrics, step_of
 from bandpo_cli.storage.run_folder import RECORD_FILE, RunFolder, find_folder
 from bandpo_cli.storage.run_record import (
     EVALUATION_COLUMNS,
@@ -403,7 +403,11 @@ def tokens(run: Path | str, step: int, runs_dir: Path | str = "runs") -> DataFra
     import pandas as pd
 
     folder = RunFolder.open(Path(runs_dir), str(run))
-    values = read_token_values(folder.path / "token_values" / f"{step_name(step)}.parquet")
+    tables = {step_of(path): path for path in sorted(folder.path.glob("token_values/step-*.parquet"))}
+    if step not in tables:
+        recorded = ", ".join(map(str, tables)) or "none (tracking.tokens_every)"
+        raise UserError(f"step {step}: its tokens are not recorded in {folder.path}; recorded: {recorded}")
+    values = read_token_values(tables[step])
     completion = np.repeat(np.arange(len(values.lengths)), values.lengths)
     texts = np.asarray(values.texts, dtype=object)
     columns = {"completion": completion, "token": texts[values.text_index]}

@@ -154,8 +154,9 @@ def check_keys(
         if (
             key == "grader" and "rewards" in known
         ):  # the grader of a generated task is fixed; others can be added
+            grader = trainer_keys("rewards").get(str(values[key]), values[key])
             elsewhere += (
-                f", or add a reward to its own: --set 'task.rewards=[{{}}, {{grader: \"{values[key]}\"}}]'"
+                f", or add a reward to its own: --set 'task.rewards=[{{}}, {{grader: \"{grader}\"}}]'"
             )
         raise key_error(
             name if meant else key,

@@ -388,7 +388,8 @@ def print_comparison(console: Console, result: ComparisonResult, show: int) -> N
         only = [f"{n:,} only in {name}" for name, n in (("A", compared.only_a), ("B", compared.only_b)) if n]
         console.print()
         print_line(console, ", ".join([f"{plural(compared.shared, 'problem')} in both", *only]), label)
-        table = make_table("", ">A", ">B", ">B − A", ">95% interval", ">detectable", "verdict")
+        gap = 1 if console.width < 100 else 2  # leaves the verdict more of 80 columns
+        table = make_table("", ">A", ">B", ">B − A", ">95% interval", ">detectable", "verdict", gap=gap)
         for name, (a, b, change, conclusion) in compared.metrics.items():
             texts = [metric_text(name, value) for value in (a, b, change.value)]
             sign = "+" if change.value > 0 and texts[2].strip("0.") else ""  # no sign before a zero

@@ -50,7 +50,7 @@ def export_verl(
     --allow-differences is given.
 
     [bold]bandpo export verl -c paper/base -c paper/models/qwen2.5-3b-instruct --out job[/bold]  one machine with 8 GPUs
-    [bold]bandpo export verl first --out job[/bold]  the settings of a run, with bfloat16 and FlashAttention
+    [bold]bandpo export verl first --set optim.warmup_steps=0 --out job[/bold]  the settings of a run, for a GPU
     [bold]bandpo export verl -c my.yaml --out job --nodes 4 --gpus-per-node 8[/bold]  four machines
     [bold]bandpo export verl --set optim.warmup_steps=0 --out job --gpus-per-node 1[/bold]  the bundled model
 

@@ -121,7 +121,9 @@ def documented(command: Callable[..., Any]) -> Callable[..., Any]:
     An option of the type bool is a flag without a value, and has no opposite.
     """
     about, _, section = inspect.cleandoc(command.__doc__ or "").partition("\n\nArgs:\n")
-    command.__doc__ = about
+    # The console wraps prose; examples keep their lines.
+    about = re.sub(r"(?<=.)\n(?=[^\n\[])", " ", about)
+    command.__doc__ = about.replace("[/bold]  ", "[/bold]  # ")
     command.__annotations__ = inspect.get_annotations(command, eval_str=True)
     for name, text in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", section, re.MULTILINE):
         command.__annotations__[name].__metadata__[0].help = " ".join(text.split())

@@ -83,7 +83,7 @@ def print_dry_run(console: Console, plan: Plan) -> None:
         dummy = f"the dummy completion {trial.completion!r:.80}"
         dummy += f" for the reference {problem.answer!r:.80}" if problem.answer else ""
         reward = f"reward {grade.reward:g}" if grade.has_reward else "without a reward (None or NaN)"
-        print_line(console, f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}", "grader")
+        print_rows(console, [("grader", f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}")], 10)
         print_warnings(console, trial.warnings)
     with ExitStack() as stack:
         view = stack.enter_context(closing(ExperimentView(console)))
@@ -100,14 +100,15 @@ def print_dry_run(console: Console, plan: Plan) -> None:
         print_prompt(console, config, loaded.encoder, loaded.train[0])
         print_warnings(console, loaded.notes)
     others = "the results of a step", "the space on the disk", "whether the trackers answer"
-    print_line(console, f"accepted; not checked: {', '.join(filter(None, [unchecked, *others]))}", "dry run")
+    unknown = ", ".join(filter(None, [unchecked, *others]))
+    print_rows(console, [("dry run", f"accepted; not checked: {unknown}")], 10)
 
 
 def print_prompt(console: Console, config: RunConfig, encoder: PromptEncoder, problem: Problem) -> None:
     """Print a prompt as the model reads it, its special tokens, and the effect of arguments of the chat template."""
     ids, most = encoder.encode([problem])[0].token_ids, config.sampling.max_prompt_tokens
     pieces, count = [*encoder.pieces(ids)], f"{len(ids):,} tokens (sampling.max_prompt_tokens = {most:,})"
-    print_line(console, f"of problem {problem.id}, {count}:", "prompt")
+    print_rows(console, [("prompt", f"of problem {problem.id}, {count}:")], 10)
     styled = [(text, "" if token is None else "reverse") for text, token in pieces]
     console.print(Text.assemble(*styled), soft_wrap=True)
     special = ", ".join(f"{text} ({token})" for text, token in pieces if token is not None)
@@ -116,7 +117,7 @@ def print_prompt(console: Console, config: RunConfig, encoder: PromptEncoder, pr
         effect = encoder.effect_of_arguments(problem)
         changed = "these lines of it:" if effect else "nothing in it: these are the template's own values"
         line = f"model.chat_template_kwargs = {arguments} changes {changed}"
-        print_line(console, "\n".join([line, *effect]), "template")
+        print_rows(console, [("template", "\n".join([line, *effect]))], 10)
 
 
 def print_memory(console: Console, config: RunConfig, estimate: MemoryEstimate) -> None:
@@ -142,7 +143,7 @@ def print_memory(console: Console, config: RunConfig, estimate: MemoryEstimate) 
         peak = memory_report(config.model_copy(update=without), estimate.ranks).peak
         trained = f"{estimate.trained / 1e6:,.1f}M of {estimate.parameters / 1e6:,.1f}M parameters"
         line = f"trains {trained}; training all weights takes {peak / GIB:,.1f} GiB at the peak"
-        print_line(console, line, "LoRA")
+        print_rows(console, [("LoRA", line)], 10)
 
 
 def run_probe(plan: Plan, runs_dir: Path, size: int) -> None:
@@ -167,7 +168,7 @@ def run_probe(plan: Plan, runs_dir: Path, size: int) -> None:
                 math.inf if console.is_terminal else LINE_SECONDS
             ):
                 view.spin(None)
-                print_line(console, f"{left}, then a trial step", "probe")
+                print_rows(console, [("probe", f"{left}, then a trial step")], 10)
                 printed = time.monotonic()
 
         report = probe(plan, [view], size, show_progress)

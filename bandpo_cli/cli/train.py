@@ -44,10 +44,10 @@ def train(
 
     [bold]bandpo train --divergence tv --delta 0.1[/bold]  another trust region
     [bold]bandpo train --method clip --set bounds.eps_high=0.3[/bold]  a fixed interval
-    [bold]bandpo train --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k[/bold]  a model of the hub
+    [bold]bandpo train --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k[/bold]  from the hub
     [bold]bandpo train --config my.yaml --set optim.lr=1e-4[/bold]  a file, one change
     [bold]bandpo train --resume NAME[/bold]  from its last checkpoint, with its settings
-    [bold]bandpo train --fork NAME@50 --method clip[/bold]  a new run from a checkpoint, changed
+    [bold]bandpo train --fork NAME@50 --method clip[/bold]  a changed run from a checkpoint
     [bold]bandpo train --nproc 8[/bold]  on the eight GPUs of this machine
     [bold]bandpo train --dry-run[/bold]  what is changed, the start of the run, a prompt
     [bold]bandpo train --probe[/bold]  try the untrained model on 32 problems, and stop

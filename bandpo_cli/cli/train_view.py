@@ -206,7 +206,7 @@ class TrainView(ExperimentView):
         self._since_line = 0.0
         clipped, skipped = record.get("clip/active_fraction", math.nan), record.get("optim/skipped_updates")
         parts = [
-            f"step {step}/{self._steps}",
+            f"step {step:>{len(str(self._steps))}}/{self._steps}",
             f"reward {record['train/reward']:.3f}" if self._shows_reward and "train/reward" in record else "",
             f"training {accuracy_text(record)}  entropy {record['train/entropy']:.3f} nats  "
             f"clip fraction {clipped:.2%}  {record['time/step']:.2f} s/step"

@@ -25,7 +25,7 @@ from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.paths import nearest_file, path_exists, read_text
 from bandpo_cli.registries import BUNDLED_MODELS, TASKS, task_kind
-from bandpo_cli.settings_validation import Section, TaggedSection, describe_error, setting_for
+from bandpo_cli.settings_validation import Section, TaggedSection, describe_error, setting_for, trainer_keys
 
 _TAGGED: Mapping[str, type[TaggedSection]] = {"task": TaskSettings, "bounds": MethodSettings}
 
@@ -296,8 +296,12 @@ def validation_message(
     dotted = ".".join([*keys, ""])
     for layer in reversed(layers) if keys else ():
         if any(f"{key}.".startswith(dotted) for key in flatten(layer, keep_empty=True)):
-            where = layer.locate(keys) if isinstance(layer, FileLayer) else None
-            return f"{where}: {message}" if where else message
+            if not isinstance(layer, FileLayer) or not (where := layer.locate(keys)):
+                return message
+            is_trl = len(layer.keys() & trainer_keys("trl").keys()) > 1
+            trainer = "verl" if "actor_rollout_ref" in layer else "trl" if is_trl else ""
+            advice = f"; bandpo configs --from {trainer} {layer.path} > run.yaml converts the file"
+            return f"{where}: {message}{advice if trainer else ''}"
     return message
 
 

@@ -81,6 +81,8 @@ def conclude(
             f"one {unit}: no test"
             if changes.size < 2
             else f"the same difference in every {unit}: no interval"
+            if changes.any()
+            else f"equal in every {unit}"
         )
         return Conclusion(few)
     n, mean, spread, alpha = len(changes), float(changes.mean()), float(changes.std(ddof=1)), ALPHA / family

@@ -105,7 +105,7 @@ def export_verl(
     if not verl_settings.is_runnable(config):
         raise ConfigError(f"verl cannot run this configuration: {'; '.join(differences)}")
     if differences and not allow_differences:
-        advice = "change it, or give --allow-differences"
+        advice = "change it with --set, or give --allow-differences"
         raise ConfigError(f"verl computes this differently: {'; '.join(differences)}; {advice}")
     task = load_task(config, trial=False)
     training, sets = task.train_problems(), task.heldout_sets()

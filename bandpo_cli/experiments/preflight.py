@@ -63,7 +63,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|gpt2(-medium|-large|-xl)?|distilgpt2")
 _MODELS = f"a Hugging Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
 
 _LARGE_LR = "optim.lr"
-_SMALL_LR = "optim.lr of adapters or a small model"
+_SMALL_LR = "optim.lr for adapters or a small model"
 _EXTREMES = (
     (_LARGE_LR, 0, 3e-4, "reinforcement learning of all weights usually has 1e-7 to 1e-5"),
     (_SMALL_LR, 0, 1e-3, "usual are up to 2e-4, and with LoRA up to 5e-4"),
@@ -237,7 +237,8 @@ def extreme_settings(config: RunConfig) -> Iterator[str]:
         value = getattr(getattr(config, section), name)
         if key != (_LARGE_LR if is_small else _SMALL_LR) and not least <= value <= most:
             limit = f"below {least:g}" if value < least else f"above {most:g}"
-            yield f"{key} = {value:g} is extreme, {limit}: {reason}"
+            setting, space, model = key.partition(" ")
+            yield f"{setting} = {value:g} is extreme{space}{model}, {limit}: {reason}"
     bounds, method = config.bounds, METHODS[config.bounds.method]
     if (
         method.control
@@ -274,7 +275,9 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
         )
     if config.optim.warmup_steps >= last * updates:
         counts = f"the warm-up is {config.optim.warmup_steps} updates, the run {last * updates}"
-        warnings.append(f"the learning rate never reaches {config.optim.lr:g}: {counts}")
+        warnings.append(
+            f"the learning rate never reaches {config.optim.lr:g}: {counts}; see --set optim.warmup_steps=N"
+        )
     # The step of the best checkpoint needs an evaluation. If the only evaluations are those before the first and after
     # the last step, there is nothing to compare, and no interval of checkpoints changes that.
     saved, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric

@@ -122,7 +122,11 @@ class Translation:
             self.put("steps", RunConfig().steps, note=how)
 
     def put_data(
-        self, train: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]], key: str
+        self,
+        train: Sequence[Mapping[str, Any]],
+        heldout: Sequence[Mapping[str, Any]],
+        key: str,
+        heldout_key: str,
     ) -> None:
         """Set the problems: a known data set by its hub id, else the sources, with their prompts unchanged."""
         paths = [place["path"] for place in train]
@@ -131,7 +135,7 @@ class Translation:
         self.put("task.template", "plain", note="the prompts of the data as they are")
         for part, places in {} if known else {"train": train, "heldout": heldout}.items():
             if places:
-                self.put(f"task.{part}", places, key)
+                self.put(f"task.{part}", places, key if part == "train" else heldout_key)
         for there, flag in ((train, "--task FILE|NAME"), ("model.path" in self.settings, "--model MODEL")):
             if not there:
                 self.missing.append(f"the file has nothing for {flag}: add it to the command")
@@ -307,7 +311,8 @@ def _trl_data(t: Translation) -> None:
     train, test = (
         [place(name, subset, t[f"dataset_{part}_split"])] if name else [] for part in ("train", "test")
     )
-    t.put_data(mixed or train, test if t["eval_strategy"] not in ("no", False) else [], "dataset_name")
+    heldout = test if t["eval_strategy"] not in ("no", False) else []
+    t.put_data(mixed or train, heldout, "dataset_name", "dataset_name")
     graders, names = [], t["reward_funcs"] or []
     names = [names] if isinstance(names, str) else names
     for function, weight in zip(names, t["reward_weights"] or [1.0] * len(names), strict=True):
@@ -350,7 +355,7 @@ def _verl(t: Translation) -> None:
     train, heldout = (
         [{"path": path} for path in ([item] if isinstance(item, str) else item)] for item in files
     )
-    t.put_data(train, heldout, "data.train_files")
+    t.put_data(train, heldout, "data.train_files", "data.val_files")
     path, name = (t[f"reward.custom_reward_function.{part}"] for part in ("path", "name"))
     t.put_rewards(
         [(f"verl:{Path(path).stem}:{name}", 1)] if path else [], "reward.custom_reward_function.path"

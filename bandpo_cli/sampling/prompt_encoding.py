@@ -311,9 +311,12 @@ def check_context_length(model: PreTrainedConfig, config: RunConfig) -> None:
     context_length = getattr(model.get_text_config(), "max_position_embeddings", None)
     prompt, completion = config.sampling.max_prompt_tokens, config.sampling.max_tokens
     if context_length is not None and prompt + completion > context_length:
+        name, rest = ("max_prompt_tokens", completion) if prompt > completion else ("max_tokens", prompt)
+        left = context_length - rest
         raise ConfigError(
             f"sampling.max_prompt_tokens = {prompt:,} and sampling.max_tokens = {completion:,} come to "
-            f"{prompt + completion:,} tokens; the model reads at most {context_length:,}; lower one of them"
+            f"{prompt + completion:,} tokens; the model reads at most {context_length:,}; "
+            + (f"lower one of them, such as --set sampling.{name}={left}" if left > 0 else "lower both")
         )
 
 

@@ -183,6 +183,9 @@ def test_the_help_of_train_has_a_panel_per_group_in_100_columns(tmp_path):
         "Tracking",
     ]
     assert max(map(len, lines)) <= 100
+    assert " bandpo train --config my.yaml --set optim.lr=1e-4  # a file, one change" in map(
+        str.rstrip, lines
+    )
     assert len(lines) < 120, "the column of the texts is narrow"
 
 

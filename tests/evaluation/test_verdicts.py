@@ -115,6 +115,7 @@ def test_there_are_no_numbers_without_a_test() -> None:
         (np.array([0.1]), "seed", "one seed: no test"),
         (np.array([0.1]), "problem", "one problem: no test"),
         (np.array([0.1, 0.1]), "seed", "the same difference in every seed: no interval"),
+        (np.array([0.0, 0.0]), "seed", "equal in every seed"),
     ):
         conclusion = conclude(changes, None, unit=unit)
         assert asdict(conclusion) == {"verdict": text} | dict.fromkeys(

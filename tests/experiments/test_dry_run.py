@@ -172,4 +172,4 @@ def test_a_run_that_does_not_fit_is_checked_without_its_weights(tmp_path, monkey
     done = succeed("train", *flags, "--dry-run", cwd=tmp_path)
     why = "the run does not fit into the memory of this machine"
     assert f"not checked: the weights ({why}), the results" in done.out
-    assert "prompt  of problem countdown/" in done.out
+    assert "prompt      of problem countdown/" in done.out

@@ -100,7 +100,7 @@ def test_a_comparison_with_itself_has_no_changes():
         assert math.isnan(change.low)
     plain = json.loads(json.dumps(replace_nonfinite(comparison.as_json()), allow_nan=False))
     none = dict.fromkeys(("low", "high", "detectable", "p_equivalent", "further"))
-    verdict = "the same difference in every problem: no interval"
+    verdict = "equal in every problem"
     assert plain["metrics"]["mean"] == {"a": 0.4375, "b": 0.4375, "value": 0.0, "verdict": verdict, **none}
     assert plain["problems"] == {"shared": 4, "only_a": 0, "only_b": 0}
 

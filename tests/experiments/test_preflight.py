@@ -219,7 +219,7 @@ def test_one_update_is_warned_about_where_ratios_are_one(engine, dtype, warned):
 @pytest.mark.parametrize(
     ("layer", "parts"),
     [
-        ({"optim": {"lr": 1}}, ["optim.lr of adapters or a small model = 1 is extreme, above 0.001"]),
+        ({"optim": {"lr": 1}}, ["optim.lr = 1 is extreme for adapters or a small model, above 0.001"]),
         (
             {"optim": {"lr": 1e-3}, "model": {"path": "a/b"}, "task": {"name": "gsm8k"}},
             ["optim.lr = 0.001 is extreme"],
@@ -227,7 +227,7 @@ def test_one_update_is_warned_about_where_ratios_are_one(engine, dtype, warned):
         ({"optim": {"lr": 5e-4}, "model": {"lora": {"rank": 4}}}, []),
         (
             {"optim": {"lr": 0.1}, "model": {"lora": {"rank": 4}}},
-            ["optim.lr of adapters or a small model = 0.1"],
+            ["optim.lr = 0.1 is extreme for adapters or a small model"],
         ),
         ({"sampling": {"temperature": 0.05}}, ["sampling.temperature = 0.05 is extreme, below 0.1"]),
         ({"bounds": {"delta": 50}}, ["bounds.delta = 50.0|p = 0.5|[1.86e-44, 2]|nothing is clipped"]),
