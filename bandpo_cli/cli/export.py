@@ -72,13 +72,13 @@ def export_verl(
     rows = [
         ("method", settings.bounds.describe()),
         ("data", f"{exported.problems:,} training problems, {exported.heldout:,} held out"),
-        *(("note", line) for line in exported.notes),
-        *(("batches", line) for line in exported.arithmetic),
-        *(("differs", line) for line in exported.differences),
-        *(("changed", line) for line in changes),
+        ("note", "\n".join(exported.notes)),
+        ("batches", "\n".join(exported.arithmetic)),
+        ("differs", "\n".join(exported.differences)),
+        ("changed", "\n".join(changes)),
         ("run", f"bash {out / 'run.sh'}" if nodes == 1 else f"cd {out} && sbatch cluster.sh; see README.md"),
     ]
-    print_rows(open_console(), rows)
+    print_rows(open_console(), rows, len("batches"))
 
 
 @export_app.command()

@@ -152,7 +152,8 @@ def _read_state(folder: Path) -> tuple[dict[str, Any], Progress]:
     checksum = state.pop(_SEAL, None)
     if checksum != xxh3_64_hexdigest(json_bytes(state)):
         raise UserError(f"{where} is damaged: its content has changed since it was written")
-    return state, Progress(**{field.name: state[field.name] for field in fields(Progress)})
+    # An earlier version had fewer fields.
+    return state, Progress(**{key.name: state[key.name] for key in fields(Progress) if key.name in state})
 
 
 def complete_checkpoints(run: RunFolder) -> Checkpoints:
