@@ -20,7 +20,7 @@ from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import make_table
 from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import UserError
-from bandpo_cli.methods import COMPARABLE, METHODS, method_name
+from bandpo_cli.methods import METHODS, method_name
 from bandpo_cli.registries import DIVERGENCES
 
 if TYPE_CHECKING:
@@ -34,6 +34,12 @@ _COLUMNS: Mapping[str, tuple[int, JustifyMethod]] = {
 }  # fmt: skip
 """The columns of the table of intervals: minimum width and alignment by heading."""
 
+COMPARABLE = [
+    name
+    for name, entry in METHODS.items()
+    if not entry.named_by_region and (entry.by_position or not entry.without_bounds)
+]
+"""Methods whose intervals are shown by name; the Band has the names of its divergences."""
 MATCHABLE = [name for name in COMPARABLE if METHODS[name].bounded and not METHODS[name].trust_region]
 
 _D_HELP = f"{DIVERGENCES.names_text()}; repeatable."
@@ -189,11 +195,11 @@ def _print_matches(method: str, at: str, regions: Sequence[str], style: str) -> 
     import numpy as np
 
     from bandpo_cli.bounds.intervals import matching_delta
-    from bandpo_cli.reports.intervals_by_probability import PEERS as SETTINGS
+    from bandpo_cli.methods.settings import default_settings
 
     if (prob := _number(at, "--at")) == 1.0:
         raise UserError("--at 1: a certain token cannot gain, whatever the radius; allowed: 0 < p < 1")
-    upper = float(SETTINGS[method].ratio_bounds()(np.log([prob])).upper[0])
+    upper = float(default_settings(method).ratio_bounds()(np.log([prob])).upper[0])
     common: dict[str, Any] = {"method": method, "prob": prob, "upper": upper}
     rows = [{"divergence": name, **common, "delta": matching_delta(name, prob, upper)} for name in regions]
     if style == "json":

@@ -108,14 +108,6 @@ METHODS = Registry("method", [
    lambda name: MethodEntry(name, "custom", "bandpo_cli.methods.settings:CustomSettings",
                             loss="bandpo_cli.objective.custom_methods:custom_loss"))
 
-COMPARABLE = [
-    name
-    for name, entry in METHODS.items()
-    if not entry.named_by_region and (entry.by_position or not entry.without_bounds)
-]
-"""The methods of which `bandpo bounds` shows the intervals by name; the Band has the names of its divergences."""
-
-
 def method_name(name: str) -> str:
     """Return the name of the method that an alias stands for, and any other name unchanged."""
     return next((entry.name for entry in METHODS.values() if name in entry.aliases), name)

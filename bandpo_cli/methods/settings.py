@@ -250,3 +250,10 @@ class IntervalSettings(MethodSettings):
     def ratio_bounds(self) -> BoundsFunction:
         """Return the interval for every token."""
         return fixed_bounds(*self.ends)
+
+
+def default_settings(method: str) -> MethodSettings:
+    """Return the default settings of a method, or the settings of a custom function or class, by its name."""
+    if method not in METHODS:
+        return CustomSettings(method=method)
+    return cast("MethodSettings", load_attribute(METHODS[method].settings)())

@@ -19,15 +19,10 @@ from bandpo_cli.bounds import RatioBounds, band_bounds
 from bandpo_cli.bounds.band import saturation
 from bandpo_cli.bounds.divergences_and_closed_forms import find_divergence
 from bandpo_cli.errors import UserError
-from bandpo_cli.methods import COMPARABLE, METHODS
-from bandpo_cli.methods.settings import CustomSettings, MethodSettings, TrustRegionSettings
-from bandpo_cli.registries import load_attribute
+from bandpo_cli.methods.settings import TrustRegionSettings, default_settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-PEERS: dict[str, MethodSettings] = {name: load_attribute(METHODS[name].settings)() for name in COMPARABLE}
-"""Methods that a Band can be compared with, at their published settings."""
 
 _SMALLEST_P, _RATIO_FLOOR, _RATIO_CEILING = 1e-4, 1e-2, 1e3
 _LEGEND_COLUMNS = 5
@@ -43,7 +38,7 @@ class IntervalRow(NamedTuple):
 
     Attributes:
         prob: probability of the token under π_old.
-        divergence: divergence of the trust region, or the name of a method in `PEERS`: `clip`, `dppo kl`.
+        divergence: divergence of the trust region, or the name of a method that has an interval: `clip`, `dppo kl`.
         delta: radius of the trust region; None for a method without one.
         lower, upper: smallest and largest allowed ratio.
         prob_lower, prob_upper: smallest and largest allowed new probability, at most 1.
@@ -96,7 +91,7 @@ def _peer_curves(
     name: str, probs: Sequence[float] | np.ndarray
 ) -> list[tuple[str, float | None, RatioBounds]]:
     """Return label, radius and bounds of each interval of a method, or of a custom function."""
-    settings = PEERS.get(name) or CustomSettings(method=name)
+    settings = default_settings(name)
     delta = settings.delta if isinstance(settings, TrustRegionSettings) else None
     curves = settings.interval_curves().items()
     return [(label, delta, bounds(np.log(probs))) for label, bounds in curves]
@@ -129,7 +124,7 @@ def plot_intervals(
 
     Args:
         divergences, deltas: a Band is plotted for each divergence and each radius.
-        peers: names in `PEERS`, or custom functions.
+        peers: names of methods, or custom functions.
         max_ratio: cap on the upper bounds of the Bands; None for no cap.
         marked: probabilities to mark with a dotted line; the first 12 are shown.
 

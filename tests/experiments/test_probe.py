@@ -187,7 +187,7 @@ def test_time_of_updates_that_were_not_measured_is_unknown(every, updates, expec
 def test_probe_from_the_command_line(tmp_path):
     printed = succeed("train", *SMALL_FLAGS, "--probe", "--probe-size", "9", cwd=tmp_path).out
     for part in (
-        "probe  4 of 8 problems sampled, about 0:00:0", "left, then a trial step",
+        "probe       4 of 8 problems sampled, about 0:00:0", "left, then a trial step",
         "8 problems × 4 = 32 completions of the untrained model", "pass rate", "have different rewards", "truncated",
         "in a trial step of 2 updates on 8 groups", "s per step", "a sample", "GiB at the peak",
     ):  # fmt: skip
