@@ -146,11 +146,6 @@ class Completion:
         return marked + self.token_ids[start:]
 
     @property
-    def has_entropies(self) -> bool:
-        """Whether the engine has reported the entropy at each token."""
-        return len(self.entropies) == len(self.token_ids)
-
-    @property
     def last_turn_ids(self) -> array[int]:
         """The sampled tokens after the last inserted ones: the answer that is graded."""
         return self.token_ids[self.inserted[-1].position :] if self.inserted else self.token_ids

@@ -88,9 +88,11 @@ def old_policy(
     update cannot wait for that pass, nor can `objective.top_entropy` where the sampler has reported no entropies. A
     pass that only serves metrics needs `objective.all_token_metrics`, unless it is a part of the first update.
     """
-    objective, rollouts = loss.objective, [rollout for group in groups for rollout in group.rollouts_G]
-    has_entropies = all(rollout.completion.has_entropies for rollout in rollouts)
-    lacks_entropy = objective.top_entropy is not None and not has_entropies
+    objective = loss.objective
+    completions = (rollout.completion for group in groups for rollout in group.rollouts_G)
+    lacks_entropy = objective.top_entropy is not None and not all(
+        len(item.entropies) == len(item.token_ids) for item in completions
+    )
     all_tokens = lacks_entropy or (objective.all_token_metrics and not sampler_is_exact)
     if objective.old_logprobs == "sampler" or (sampler_is_exact and not is_first):
         measured: Pass | None = "own pass" if is_first else None
@@ -264,7 +266,7 @@ def prepare_updates(
         RunError: a completion has no tokens.
     """
     max_tokens, temperature = config.optim.pass_tokens, config.sampling.temperature
-    objective, size = loss.objective, len(groups) // config.optim.updates
+    device, objective, size = policy.device, loss.objective, len(groups) // config.optim.updates
     finished_PG = [[item.completion.finish_reason == "stop" for item in group.rollouts_G] for group in groups]
     has_loss_PG = torch.tensor(finished_PG) | (not objective.mask_truncated)
     advantages_PG = advantages_PG.where(has_loss_PG, 0.0)
@@ -275,7 +277,7 @@ def prepare_updates(
     experiences = []
     for start in range(0, len(groups), size):
         part, old = slice(start, start + size), later if start else first
-        of_update = groups[part], advantages_PG[part], has_loss_PG[part], loss, old, policy.device
+        of_update = groups[part], advantages_PG[part], has_loss_PG[part], loss, old, device
         runs = active_groups(advantages_PG[part]) | trains_all
         experience = _with_micro_batches(_sampled(*of_update, runs), policy, max_tokens)
         if reference is not None:
@@ -352,7 +354,7 @@ def _sampled(
     lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
     sampler_logprobs = device_tensor(np.concatenate([item.logprobs for item in completions]), device)
     entropy = None
-    if all(item.has_entropies for item in completions):
+    if all(len(item.entropies) == len(item.token_ids) for item in completions):
         entropy = device_tensor(np.concatenate([item.entropies for item in completions]), device)
     return Experience(
         groups=groups,
