@@ -63,7 +63,7 @@ class Progress:
             whose settings of the problems are not those of its parent.
         entropy_coefficient, entropy_bonus: with `objective.entropy_target` the coefficient that the controller has
             reached, and that of the next step: the same, or 0.
-        loss_scale, scaled_updates: as in `Optimizer`.
+        loss_scale, scaled_updates: for a model in float16 the factor on the loss, and the updates since it changed.
     """
 
     step: int

@@ -68,6 +68,7 @@ class Components(SamplingSetup):
 
     def progress(self, step: int) -> Progress:
         """Return the progress of the run after `step`."""
+        scaler = self.optimizer.scaler.state_dict()  # empty without float16
         return Progress(
             step=step,
             updates=self.optimizer.update,
@@ -76,8 +77,8 @@ class Components(SamplingSetup):
             problems=self.problems_digest,
             entropy_coefficient=self.entropy_coefficient,
             entropy_bonus=self.entropy_bonus,
-            loss_scale=self.optimizer.loss_scale,
-            scaled_updates=self.optimizer.scaled_updates,
+            loss_scale=scaler.get("scale", 1.0),
+            scaled_updates=scaler.get("_growth_tracker", 0),
         )
 
     def resume_from(
@@ -200,7 +201,8 @@ def load_checkpoint(
             state = optimizer.empty_state(ranks.agree(lambda: saved_shapes(saved))[0])
             read_shards(saved, state, ranks)
         optimizer.load_state(state, progress.updates, progress.skipped_in_a_row)
-        optimizer.loss_scale, optimizer.scaled_updates = progress.loss_scale, progress.scaled_updates
+        scale = {"scale": progress.loss_scale, "_growth_tracker": progress.scaled_updates}
+        optimizer.scaler.load_state_dict(optimizer.scaler.state_dict() | scale)
     return progress
 
 
