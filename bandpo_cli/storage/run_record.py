@@ -43,22 +43,18 @@ PACKAGES = (*_TRAINING, "mlflow", "pandas", "scipy", "statsmodels", "ray", "reas
 
 @dataclass(frozen=True)
 class Summary:
-    """The content of `summary.json`: all keys, and how the run ended (None where the file has no valid status)."""
+    """The content of `summary.json`.
 
-    status: RunStatus | None
+    Attributes:
+        content: all keys.
+        status: how the run ended; None where the file has no valid status.
+        error, stopped_by: the exception, or the criterion of `stop`, that ended the run before its last step.
+    """
+
     content: Record
-
-    @property
-    def error(self) -> str | None:
-        """The exception that ended the run."""
-        error = self.content.get("error")
-        return None if error is None else str(error)
-
-    @property
-    def stopped_by(self) -> str | None:
-        """The criterion of `stop` that ended the run before its last step."""
-        reason = self.content.get("stopped_by")
-        return None if reason is None else str(reason)
+    status: RunStatus | None
+    error: str | None
+    stopped_by: str | None
 
 
 @dataclass(frozen=True)
@@ -100,8 +96,10 @@ def read_summary(run: Path) -> Summary | None:
     if not path_exists(run / SUMMARY_FILE):
         return None
     content = read_json_object(run / SUMMARY_FILE, max_bytes=MAX_CONFIG_BYTES)
+    texts = {key: str(content[key]) for key in ("error", "stopped_by") if content.get(key) is not None}
     status = content.get("status")
-    return Summary(status if status in get_args(RunStatus) else None, content)
+    status = status if status in get_args(RunStatus) else None
+    return Summary(content, status, texts.get("error"), texts.get("stopped_by"))
 
 
 def parent_of(env: Record) -> str | None:
