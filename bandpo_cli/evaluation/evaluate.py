@@ -167,7 +167,8 @@ def sample_batches(
             set_seed = derive_seed(seed, "eval", label)
             for start, chunk in chunks(problems_P, batch_size // params.samples):
                 if (key := PartKey(index, start)) not in done:
-                    problems, first = ranks.share(chunk), start + ranks.share_start(len(chunk))
+                    own = ranks.share(len(chunk))
+                    problems, first = chunk[own], start + own.start
                     prompts = encoder.encode(problems)
                     requested.append((Batch(key, label, []), problems, prompts))
                     # A sampler gives the prompt after the first the next seed: a seed per problem of the set.
