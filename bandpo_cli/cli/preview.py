@@ -191,10 +191,12 @@ def print_results(console: Console, config: RunConfig, report: ProbeReport) -> N
     rows = {
         "probe": f"{problems} problems × {samples} = {problems * samples:,} completions of the untrained model",
         "reward": f"mean {metrics['train/reward']:.3g}, from {min(rewards):.3g} to {max(rewards):.3g}"
-        if has_nonbinary_rewards(metrics)
+        if (has_rewards := has_nonbinary_rewards(metrics))
         else "",
         "pass rate": f"{metrics['train/accuracy']:.1%} of the completions are correct; {solved} of {problems} problems "
-        f"are solved at least once (pass@{samples})",
+        f"are solved at least once (pass@{samples})"
+        if solved or not has_rewards
+        else "",
         "groups": f"{useful:.1%} have different rewards; the others have no gradient",
         "lengths": "median {:.0f}, 95% up to {:.0f}, longest {:.0f} tokens; ".format(*lengths)
         + f"{metrics['train/truncated_fraction']:.1%} truncated, "
