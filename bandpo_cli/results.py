@@ -45,6 +45,7 @@ from bandpo_cli.storage.run_record import (
     EVALUATION_COLUMNS,
     completions_path,
     iterate_evaluations,
+    last_change,
     parent_of,
     read_stored_run,
     read_summary,
@@ -241,7 +242,10 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
     hardware = env.get("hardware")
     changed = changed_settings(config, on_gpu=isinstance(hardware, Mapping) and bool(hardware.get("gpus")))
     table = read_metrics_table(folder.metrics_path)
-    points = {str(name): [*column.dropna().items()] for name, column in table.items()}
+    points: dict[str, list[Any]] = {str(name): [*column.dropna().items()] for name, column in table.items()}
+    begin = last_change(path)[0]
+    for key in filter(lambda name: name.startswith("eval/"), points):
+        points[key] = [point for point in points[key] if point[0] > begin] or points[key]
     times = {
         key: sum(seconds for _, seconds in values)
         for key, values in points.items()

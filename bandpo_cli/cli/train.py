@@ -140,6 +140,6 @@ def _run(
         result = run_plan(plan, callbacks, signals.is_requested)
         if result.status != "FINISHED":
             raise SystemExit(signals.exit_code)
-        print_summary(console, config, result)
+        print_summary(console, config, result, plan.first_step)
         if profiler is not None and profiler.phases:
             print_profile(console, profiler)

@@ -41,6 +41,7 @@ from bandpo_cli.processes.ranks import launched_ranks
 from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, shell_command
+from bandpo_cli.storage.run_record import last_change
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.sender import tracker_rows
 from bandpo_cli.types import Rollout
@@ -154,8 +155,11 @@ class TrainView(ExperimentView):
             finishing = f"finishing the record in {places.replace('mlflow', 'MLflow')} …"
             self.spinners = {"load": LOADING, "close": f"writing the plots, {finishing}"}
         self.print_start(info.folder, "run folder", info.notes)
-        for record in RunFolder(info.folder).read_metrics() if info.first_step > 0 else ():
-            self._add_metrics(record)
+        if info.first_step > 0:
+            for record in RunFolder(info.folder).read_metrics():
+                self._add_metrics(record)
+            begin = last_change(info.folder)[0]
+            self._held_out = [evaluation for evaluation in self._held_out if evaluation[0] > begin]
         self._steps, done = info.steps, self._last.get("step", 0)
         self._task = self._bar.add_task("train", total=info.steps, completed=done, phase="")
         self._signals.silent = self.console.is_terminal
@@ -210,11 +214,12 @@ class TrainView(ExperimentView):
             return None
         self._since_line = 0.0
         clipped, skipped = record.get("clip/active_fraction", math.nan), record.get("optim/skipped_updates")
+        hides = self._hidden == "train/accuracy" and not is_not_graded(record)
         parts = [
             f"step {step:>{len(str(self._steps))}}/{self._steps}",
             f"reward {record['train/reward']:.3f}" if self._shows_reward and "train/reward" in record else "",
-            f"training {accuracy_text(record)}  entropy {record['train/entropy']:.3f} nats  "
-            f"clip fraction {clipped:.2%}  {record['time/step']:.2f} s/step"
+            f"training {accuracy_text(record)}" if step and not hides else "",
+            f"entropy {record['train/entropy']:.3f} nats  clip fraction {clipped:.2%}  {record['time/step']:.2f} s/step"
             if step
             else "",
             f"updates skipped {skipped:.0f}" if skipped else "",
@@ -227,7 +232,7 @@ class TrainView(ExperimentView):
         """Return the panel; a request to stop appears at once, and not after the step that it waits for."""
         grid = Table.grid(padding=(0, 2))
         for key in CURVES:
-            if key == "train/reward" and not self._shows_reward:
+            if key == self._hidden:
                 continue
             values = self._history[key]
             last = LABELS[key].text(values[-1]) if values else "…"
@@ -248,6 +253,15 @@ class TrainView(ExperimentView):
         requested = self.in_progress and self._signals.is_requested()
         stopping = [Text(self._signals.request, style="yellow")] if requested else []
         return Panel(Group(self._bar, grid, *stopping), title="bandpo train", title_align="left")
+
+    @property
+    def _hidden(self) -> str:
+        """The curve without information: the reward where it is the accuracy, or an accuracy that is always 0.
+
+        Rewards of a scale may never reach 1, from which a completion is correct.
+        """
+        has_accuracy = any(self._history["train/accuracy"])
+        return ("" if has_accuracy else "train/accuracy") if self._shows_reward else "train/reward"
 
     def _add_metrics(self, record: Mapping[str, Any]) -> None:
         """Add the metrics of a step. In metrics.jsonl, a value that is not finite is None."""
@@ -288,7 +302,8 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 def eval_metrics_text(record: Mapping[str, float]) -> str:
     """Return an evaluation's metrics in one line, such as `mean@16 0.31 · pass@4 0.62`; "" when the step had none.
 
-    The mean reward is the first metric unless it equals mean@n. The metrics of several sets follow the set's label.
+    The mean reward is the first metric unless it equals mean@n, and the only one if no completion is correct. The
+    metrics of several sets follow the set's label.
     """
     by_set: dict[str, list[str]] = {}
     for key, value in record.items():
@@ -297,7 +312,8 @@ def eval_metrics_text(record: Mapping[str, float]) -> str:
             if match[2] == "mean" and reward is not None and reward != value:
                 metrics.append(f"reward {reward:.3f}")
             unknown = is_not_graded(record, f"eval/{match[1]}/{{}}_rate", "grader_error")
-            metrics.append(f"{match[2]}@{match[3]} {'not graded' if unknown else f'{value:.3f}'}")
+            if unknown or value or reward in (None, value):
+                metrics.append(f"{match[2]}@{match[3]} {'not graded' if unknown else f'{value:.3f}'}")
     if len(by_set) == 1:
         return " · ".join(*by_set.values())
     return "  ".join(f"{label}: {' · '.join(metrics)}" for label, metrics in by_set.items())
@@ -320,16 +336,33 @@ def sample_text(rollout: Rollout) -> Text:
     return Text.assemble((question, "dim"), " → ", text, " → ", reward, verdict)
 
 
-def print_summary(console: Console, config: RunConfig, result: RunResult) -> None:
-    """Print the metrics of a finished run, its folder, and how to open it in MLflow."""
+def print_summary(console: Console, config: RunConfig, result: RunResult, first_step: int = 0) -> None:
+    """Print the metrics of a finished run, its folder, and how to open it in MLflow.
+
+    This process has done the steps from `first_step` on. A value from before a fork that changed what it measures is
+    not compared with later ones.
+    """
+    changed_at, changed = last_change(result.folder)
     steps = [record for record in result.records if "train/accuracy" in record]
+    seconds = sum(record["time/step"] for record in result.records if record["step"] >= first_step)
+    earlier = sum(record["step"] < first_step for record in steps)
+    done = f"{plural(len(steps) - earlier, 'step')} in {seconds:.0f} s"
+    done += f", after {plural(earlier, 'earlier step')}" if earlier else ""
+    if "task." in changed:
+        steps = [record for record in steps if record["step"] > changed_at]
     times = Counter[str]()
     for record in result.records:
         times.update({key: value for key, value in record.items() if key.startswith("time/")})
     graded = [record for record in steps if not is_not_graded(record)]
     held_out = [(record["step"], text) for record in result.records if (text := eval_metrics_text(record))]
-    lines = [f"step {step:>4}  {text}" for step, text in [*held_out[:1], *held_out[-1:]]]
-    rows = [("done", f"{len(steps)} steps in {times['time/step']:.0f} s"), ("held-out", "\n".join(lines))]
+    compared = [(step, text) for step, text in held_out if step > changed_at] or held_out
+    lines = [f"step {step:>4}  {text}" for step, text in [*compared[:1], *compared[1:][-1:]]]
+    if len(compared) == 1 < len(held_out):
+        lines.append(f"not comparable with step {held_out[0][0]}, since the fork changed {changed}")
+    rows = [("done", done), ("held-out", "\n".join(lines))]
+    hidden = "reward"
+    if any(map(has_nonbinary_rewards, result.records)):
+        hidden = "" if any(record["train/accuracy"] for record in steps) else "training"
     for heading, key, form in (
         ("reward", "train/reward", "{:.3f} → {:.3f}"),
         ("training", "train/accuracy", "accuracy {:.3f} → {:.3f}"),
@@ -337,7 +370,7 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
     ):
         known = steps if key == "train/entropy" else graded
         values = [value for record in known if (value := record.get(key)) is not None]
-        if values and (heading != "reward" or any(map(has_nonbinary_rewards, result.records))):
+        if values and heading != hidden:
             rows.append((heading, form.format(values[0], values[-1])))
     if ungraded := len(steps) - len(graded):
         rows.append(

@@ -15,7 +15,7 @@ from bandpo_cli.evaluation.verdicts import MARGIN, Conclusion, check_margin, con
 from bandpo_cli.paths import folders_containing, user_path
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import RECORD_FILE, RunFolder, find_folder, find_run, is_run_folder
-from bandpo_cli.storage.run_record import read_record
+from bandpo_cli.storage.run_record import EVALUATION_SETTINGS, iterate_forks, read_record
 from bandpo_cli.types import UNGRADED_VERDICTS
 
 MEAN = "mean"
@@ -27,11 +27,7 @@ _COMPARED = ("pass_at_", "maj_at_", "answer_format", "truncation", "response_len
 _ACCURACIES = (MEAN, "pass_at_", "maj_at_")
 """Beginnings of the names of the metrics in units of accuracy: more is better, and the margin applies to them."""
 
-_SETTINGS = (
-    "seed", "task.", "sampling.max_", "sampling.engine", "model.prompts", "grading.deadline", "evaluation.problems",
-    "evaluation.samples", "evaluation.temperature",
-)  # fmt: skip
-"""Beginnings of the settings that change completions or verdicts, besides the model."""
+_SETTINGS = ("seed", *EVALUATION_SETTINGS)
 _SOURCES = ("task.name", "task.train", "task.heldout", "task.heldout_fraction", "task.revisions")
 """The settings that only choose the problems, which are compared by their ids."""
 
@@ -138,10 +134,13 @@ def _find_record(text: str, runs_dir: Path) -> Path:
 
 
 def _read_with_settings(path: Path) -> dict[str, Any]:
-    """Return a record. The record of an evaluation in training gets `config`, the settings of the run."""
+    """Return a record. The record of an evaluation in training gets `config`, the settings of the run at that step."""
     record, run = read_record(path), path.absolute().parent.parent
     if "config" not in record and is_run_folder(run):
-        record["config"] = read_layer(run / RunFolder.marker)
+        record["config"] = flatten(read_layer(run / RunFolder.marker))
+        for fork in iterate_forks(run):
+            if (step_of(path) or 0) <= fork["step"]:
+                record["config"] |= {key: old for key, (old, _) in fork["changed"].items()}
     return record
 
 

@@ -3,11 +3,13 @@
 Functions here do not import torch, except for a custom method or estimator; `check_config` imports numpy.
 """
 
+import json
 import logging
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -161,6 +163,12 @@ def load_task(config: RunConfig, trial: bool = True) -> Task:
     if path not in BUNDLED_MODELS and is_adapter_folder(user_path(path)):
         raise ConfigError(f"model.path = {path!r}: an adapter; first: bandpo export merged {path} --out DIR")
     check_model_and_task(config, f"task.name = {config.task.name!r}")
+    folder = Path(__file__).parents[1] / "models" / path if path in BUNDLED_MODELS else user_path(path)
+    with suppress(OSError, ValueError, AttributeError):  # loading the model refuses a damaged file
+        content, sampling = json.loads((folder / MODEL_CONFIG).read_bytes()), config.sampling
+        most = content.get("text_config", content).get("max_position_embeddings")
+        if isinstance(most, int) and sampling.max_prompt_tokens + sampling.max_tokens > most:
+            raise sampling.context_error(most)
     task = prepare_task(config)
     check_graders(task.train_problems(), config.task.rewards, config.grading if trial else None)
     return task

@@ -33,7 +33,7 @@ from bandpo_cli.storage.checkpoints import (
 )
 from bandpo_cli.storage.files import remove_temporary_files, run_lock
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.run_record import PARENT, describe_environment
+from bandpo_cli.storage.run_record import PARENT, describe_environment, iterate_forks, last_change
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.types import RunStatus
 
@@ -121,7 +121,8 @@ def copy_parent(fork: Fork, folder: RunFolder) -> dict[str, object]:
         ) from error
     path = fork.run.path.absolute()
     about = {"run": str(relative_to_cwd(path)), "path": str(path), "step": step}
-    return {PARENT: {**about, "changed": fork.changes}}
+    earlier = next(iterate_forks(fork.run.path), None)
+    return {PARENT: {**about, "changed": fork.changes, **({PARENT: earlier} if earlier else {})}}
 
 
 def _cut_back(folder: RunFolder, config: RunConfig, step: int, env: dict[str, Any]) -> None:
@@ -189,7 +190,8 @@ def _write_summary(config: RunConfig, folder: RunFolder, result: RunResult) -> N
     status, records, error = result.status, result.records, result.error
     keys = ([key for key in record if key == "step" or key.startswith("eval/")] for record in records)
     scores = ({key: record[key] for key in own} for record, own in zip(records, keys, strict=True))
-    evaluations = [record for record in scores if len(record) > 1]
+    evaluations, begin = [record for record in scores if len(record) > 1], last_change(folder.path)[0]
+    evaluations = [record for record in evaluations if record["step"] > begin] or evaluations
     message = "stopped by request" if status == "KILLED" else None
     if error is not None:
         name = type(error).__name__

@@ -244,9 +244,9 @@ def _warn_of_grader_errors(
     After an error the other ranks may never get here. The error of a grader that always failed reports what the
     warnings would.
     """
-    uses = [components.grader.uses()]
+    uses = [components.grader.uses]
     if error is None:
-        uses = components.ranks.gather(uses[0])
+        uses = components.ranks.gather(dict(uses[0]))
     if not isinstance(error, GraderFailedError) and (error is not None or components.ranks.is_main):
         for line in failure_warnings(uses):
             log.warning("%s", line)

@@ -66,7 +66,7 @@ def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
                 limit = f"no result after {config.grading.deadline:g} s (grading.deadline)"
                 limit += "" if name in GRADERS else IMPORT_ADVICE
                 what = f"grader '{name}' failed on the dummy completion {completion!r:.80}"
-                raise ConfigError(f"{what}: {pool.errors.get(name, limit)}")
+                raise ConfigError(f"{what}: {pool.uses[name].error or limit}")
             warnings = []
             if unreadable := [error for error in errors if error is not None]:
                 count = f"{len(unreadable):,} of {len(problems):,} problems; the first: {unreadable[0]}"

@@ -244,8 +244,8 @@ class IntervalSettings(MethodSettings):
         return f"ratio in [{1 - self.eps_low:g}, {1 + self.eps_high:g}]"
 
     def ratio_bounds(self) -> BoundsFunction:
-        """Return the interval for every token."""
-        return fixed_bounds(*self.ends)
+        """Return the interval for every token, unless tokens outside of it keep a gradient."""
+        return super().ratio_bounds() if self.entry.without_bounds else fixed_bounds(*self.ends)
 
 
 def default_settings(method: str) -> MethodSettings:

@@ -168,10 +168,8 @@ def attention_heads(text: PreTrainedConfig) -> tuple[int, int, int]:
 def _full_rows(config: RunConfig) -> list[tuple[int, list[Row]]]:
     """Return each power of two up to the maximum length, and it, with the rows of completions of this length."""
     sampling, longest = config.sampling, config.sampling.max_tokens
-    prompt, lengths = (
-        range(sampling.max_prompt_tokens),
-        [*(2**i for i in range(longest.bit_length())), longest],
-    )
+    prompt, lengths = range(sampling.max_prompt_tokens), [2**i for i in range(longest.bit_length())]
+    lengths.append(longest)
     rows = (Row(prompt, [range(length)] * sampling.samples) for length in lengths)
     return [
         (length, split_row(row, MAX_SHARED_ROW_TOKENS)) for length, row in zip(lengths, rows, strict=True)

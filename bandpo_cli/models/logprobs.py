@@ -208,9 +208,8 @@ class _Softmax:
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, weight, bias, targets, temperature, with_entropy, with_sampling_entropy, tile_bytes = (
-            arguments
-        )
+        hidden, weight, bias, targets, *options = arguments
+        temperature, with_entropy, with_sampling_entropy, tile_bytes = options
         tiles = _Tiles(hidden, weight, bias, tile_bytes)
         zeros = torch.zeros(len(hidden), device=hidden.device)
         highest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)

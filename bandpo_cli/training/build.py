@@ -68,6 +68,7 @@ class Components(SamplingSetup):
 
     def progress(self, step: int) -> Progress:
         """Return the progress of the run after `step`."""
+        scaler = self.optimizer.scaler.state_dict()  # empty without float16
         return Progress(
             step=step,
             updates=self.optimizer.update,
@@ -76,8 +77,8 @@ class Components(SamplingSetup):
             problems=self.problems_digest,
             entropy_coefficient=self.entropy_coefficient,
             entropy_bonus=self.entropy_bonus,
-            loss_scale=self.optimizer.loss_scale,
-            scaled_updates=self.optimizer.scaled_updates,
+            loss_scale=scaler.get("scale", 1.0),
+            scaled_updates=scaler.get("_growth_tracker", 0),
         )
 
     def resume_from(
@@ -138,11 +139,8 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     reference = load_reference(policy, config.model) if config.objective.reference_kl > 0 else None
     sampling = config.sampling
     limits = sampling.samples, sampling.temperature, sampling.max_tokens, setup.stop_ids
-    sampler: Sampler = (
-        EngineProcess(config, policy)
-        if sampling.max_lag and sampling.engine_process
-        else build_sampler(config, policy)
-    )
+    build = EngineProcess if sampling.max_lag and sampling.engine_process else build_sampler
+    sampler: Sampler = build(config, policy)
     try:
         return Components(
             **vars(setup),
@@ -151,9 +149,8 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
             grader=GraderPool(config.grading),
             sampler=sampler,
             optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
-            params=SamplingParams(
-                *limits, entropy=sampling.max_lag == 0
-            ),  # those of older weights are of no use
+            # The entropies of older weights are of no use.
+            params=SamplingParams(*limits, entropy=sampling.max_lag == 0),
             problems_digest=_problems_digest(setup.train, setup.heldout),
             ranks=policy.ranks,
         )
@@ -200,7 +197,8 @@ def load_checkpoint(
             state = optimizer.empty_state(ranks.agree(lambda: saved_shapes(saved))[0])
             read_shards(saved, state, ranks)
         optimizer.load_state(state, progress.updates, progress.skipped_in_a_row)
-        optimizer.loss_scale, optimizer.scaled_updates = progress.loss_scale, progress.scaled_updates
+        scale = {"scale": progress.loss_scale, "_growth_tracker": progress.scaled_updates}
+        optimizer.scaler.load_state_dict(optimizer.scaler.state_dict() | scale)
     return progress
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bandpo_cli.config.run import ObjectiveConfig, RunConfig
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.methods.importance_correction import importance_weights
 from bandpo_cli.methods.loss import LossBatch, PolicyLoss
@@ -63,40 +63,44 @@ one without gradient before the updates."""
 
 
 class OldPolicy(NamedTuple):
-    """The source of an update's values under π_old.
+    """The source of an update's values under π_old, and the passes of the trainer that measure them.
 
     Attributes:
         source: of the log-probs that the ratio is taken to.
         measured: the pass that gives the log-probs and entropies by the trainer; None for the values of the sampler.
+        measures_left_out: an extra pass gives those of the groups that are left out of the update, too.
         is_exact: the sampler's log-probs need no correction; see `sampling.sampler.is_exact`.
     """
 
     source: Literal["sampler"] | Pass
     measured: Pass | None
+    measures_left_out: bool
     is_exact: bool
 
 
 def old_policy(
-    objective: ObjectiveConfig,
-    loss: PolicyLoss,
-    sampler_is_exact: bool,
-    is_first: bool,
-    needs_entropy: bool = False,
+    groups: Sequence[Group], loss: PolicyLoss, sampler_is_exact: bool, is_first: bool
 ) -> OldPolicy:
     """Choose where an update takes its values under π_old from; `is_first` for the first update after sampling.
 
     The ratio is taken to the sampler's log-probs if `objective.old_logprobs` says so, and in later updates if they are
     exact. The first update takes its own even then: its ratios are exactly 1. A method that compares all tokens of an
-    update cannot wait for that pass, and with `needs_entropy` the update needs the entropies of all its tokens. A pass
-    that only serves metrics needs `objective.all_token_metrics`, unless it is a part of the first update.
+    update cannot wait for that pass, nor can `objective.top_entropy` where the sampler has reported no entropies. A
+    pass that only serves metrics needs `objective.all_token_metrics`, unless it is a part of the first update.
     """
+    objective = loss.objective
+    completions = (rollout.completion for group in groups for rollout in group.rollouts_G)
+    lacks_entropy = objective.top_entropy is not None and not all(
+        len(item.entropies) == len(item.token_ids) for item in completions
+    )
+    all_tokens = lacks_entropy or (objective.all_token_metrics and not sampler_is_exact)
     if objective.old_logprobs == "sampler" or (sampler_is_exact and not is_first):
         measured: Pass | None = "own pass" if is_first else None
-        if needs_entropy or (objective.all_token_metrics and not (is_first or sampler_is_exact)):
+        if lacks_entropy or (all_tokens and not is_first):
             measured = "extra pass"
-        return OldPolicy("sampler", measured, sampler_is_exact)
-    source: Pass = "own pass" if is_first and not (loss.needs_all_tokens or needs_entropy) else "extra pass"
-    return OldPolicy(source, source, sampler_is_exact)
+        return OldPolicy("sampler", measured, all_tokens, sampler_is_exact)
+    source: Pass = "own pass" if is_first and not (loss.needs_all_tokens or lacks_entropy) else "extra pass"
+    return OldPolicy(source, source, all_tokens, sampler_is_exact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,26 +266,20 @@ def prepare_updates(
         RunError: a completion has no tokens.
     """
     max_tokens, temperature = config.optim.pass_tokens, config.sampling.temperature
-    device, objective, size = policy.device, config.objective, len(groups) // config.optim.updates
+    device, objective, size = policy.device, loss.objective, len(groups) // config.optim.updates
     finished_PG = [[item.completion.finish_reason == "stop" for item in group.rollouts_G] for group in groups]
     has_loss_PG = torch.tensor(finished_PG) | (not objective.mask_truncated)
     advantages_PG = advantages_PG.where(has_loss_PG, 0.0)
-    needs_entropy = objective.top_entropy is not None and not all(
-        len(item.completion.entropies) == len(item.completion.token_ids)
-        for group in groups
-        for item in group.rollouts_G
-    )
+    # With a penalty, a bonus, or a method that compares all tokens, groups without an advantage have a gradient, too.
+    has_bonus = objective.entropy_bonus > 0 or objective.entropy_target is not None
+    trains_all = bool(reference or loss.needs_all_tokens or has_bonus or objective.drift_penalty)
+    first, later = (old_policy(groups, loss, sampler_is_exact, is_first) for is_first in (True, False))
     experiences = []
     for start in range(0, len(groups), size):
-        advantages, has_loss = (values[start : start + size] for values in (advantages_PG, has_loss_PG))
-        runs = active_groups(advantages)
-        has_bonus = objective.entropy_bonus or objective.entropy_target is not None
-        if reference or loss.needs_all_tokens or has_bonus or objective.drift_penalty:
-            runs = torch.ones_like(runs)
-        old = old_policy(objective, loss, sampler_is_exact, is_first=start == 0, needs_entropy=needs_entropy)
-        used, others = ([*compress(groups[start : start + size], mask.tolist())] for mask in (runs, ~runs))
-        experience = _sampled(used, advantages[runs].to(device), has_loss[runs], loss, old)
-        experience = _with_micro_batches(experience, policy, max_tokens)
+        part, old = slice(start, start + size), later if start else first
+        of_update = groups[part], advantages_PG[part], has_loss_PG[part], loss, old, device
+        runs = active_groups(advantages_PG[part]) | trains_all
+        experience = _with_micro_batches(_sampled(*of_update, runs), policy, max_tokens)
         if reference is not None:
             (ref_logprobs,) = _forward(reference, experience, temperature, with_entropy=False)
             experience = replace(experience, ref_logprobs=ref_logprobs)
@@ -290,9 +288,9 @@ def prepare_updates(
             experience = replace(experience, columns=columns)
         if old.measured == "extra pass":
             experience = experience.measured(*_forward(policy, experience, temperature))
-        if others:
-            left_out = _sampled(others, advantages[~runs].to(device), has_loss[~runs], loss, old)
-            if needs_entropy or (objective.all_token_metrics and not sampler_is_exact):
+        if not runs.all():
+            left_out = _sampled(*of_update, ~runs)
+            if old.measures_left_out:
                 in_model = _with_micro_batches(left_out, policy, max_tokens)
                 left_out = left_out.measured(*_forward(policy, in_model, temperature))
             experience = replace(experience, left_out=left_out)
@@ -344,12 +342,14 @@ def _sampled(
     has_loss_PG: torch.Tensor,
     loss: PolicyLoss,
     old: OldPolicy,
+    device: torch.device,
+    chosen_P: torch.Tensor,
 ) -> Experience:
-    """Return the experience of groups with the values that the sampler has reported, without micro-batches."""
+    """Return the experience of the chosen groups with the values of the sampler, without micro-batches."""
+    groups, advantages = [*compress(groups, chosen_P.tolist())], advantages_PG[chosen_P].flatten().to(device)
     completions = [rollout.completion for group in groups for rollout in group.rollouts_G]
     if not all(completion.token_ids for completion in completions):
         raise RunError("the sampler returned a completion without a token, not even an end token")
-    device = advantages_PG.device
     peers = [share for group in groups for share in wrong_peers(group)]
     lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
     sampler_logprobs = device_tensor(np.concatenate([item.logprobs for item in completions]), device)
@@ -361,9 +361,9 @@ def _sampled(
         micro_batches=(),
         order=None,
         lengths=lengths,
-        has_loss=has_loss_PG.flatten(),
+        has_loss=has_loss_PG[chosen_P].flatten(),
         wrong_peers=device_tensor(peers, device, torch.float32),
-        advantages=advantages_PG.flatten().repeat_interleave(lengths, output_size=len(sampler_logprobs)),
+        advantages=advantages.repeat_interleave(lengths, output_size=len(sampler_logprobs)),
         sampler_logprobs=sampler_logprobs,
         old_logprobs=sampler_logprobs,
         entropy=entropy,

@@ -19,13 +19,7 @@ from torch import nn
 from torch.profiler import record_function
 from transformers import PreTrainedModel
 
-from bandpo_cli.metric_names import (
-    FLOPS,
-    PROFILER_PREFIX,
-    SAMPLED_TOKENS,
-    TOTALS,
-    TRAINED_TOKENS,
-)
+from bandpo_cli.metric_names import FLOPS, PROFILER_PREFIX, SAMPLED_TOKENS, TOTALS, TRAINED_TOKENS
 from bandpo_cli.models.packing import Packing
 from bandpo_cli.models.weights import forward_dtype
 from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count, silent_ranks
@@ -181,10 +175,8 @@ class PackedWork(AbstractContextManager["PackedWork"]):
             item for item in model.base_model.parameters() if item.ndim > 1 and id(item) not in embeddings
         ]
         text = model.config.get_text_config()
-        counts = (
-            getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")
-        )
-        experts = next(filter(None, counts), None)
+        names = "num_experts", "num_local_experts", "n_routed_experts"
+        experts = next(filter(None, (getattr(text, name, None) for name in names)), None)
         active: float = (getattr(text, "num_experts_per_tok", None) or experts or 1) / (experts or 1)
         sizes = [item.numel() * (active if item.ndim == 3 else 1) for item in layers]  # [experts, out, in]
         self._layers, self._head = sum(sizes), int(head.numel())
@@ -270,11 +262,12 @@ class PackedWork(AbstractContextManager["PackedWork"]):
         training = timer.seconds("logprobs", "update")
         counts = self._ranks.gather((self.flops, self.positions, self.padding))
         flops, positions, padding = map(sum, zip(*counts, strict=True))
-        metrics = (
-            {"perf/sampled_tokens_per_s": rollouts.tokens / rollouts.seconds} if rollouts.seconds else {}
-        )
-        metrics["perf/trained_tokens_per_s"] = trained_tokens / training
-        metrics["perf/padding_fraction"] = padding / max(1, positions)
+        metrics = {
+            "perf/trained_tokens_per_s": trained_tokens / training,
+            "perf/padding_fraction": padding / max(1, positions),
+        }
+        if rollouts.seconds:
+            metrics["perf/sampled_tokens_per_s"] = rollouts.tokens / rollouts.seconds
         sampling = self.flops_of(sampling_rows(rollouts.sampled, self._prompt_once))
         taken = {SAMPLED_TOKENS: rollouts.tokens, TRAINED_TOKENS: trained_tokens, FLOPS: flops + sampling}
         metrics |= totals.add(taken)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.profiler import record_function
 
 from bandpo_cli.config.run import RunConfig
@@ -57,7 +58,7 @@ class AppliedUpdates:
 
     Attributes:
         lr: learning rate of the last update, applied or skipped.
-        loss_scale: as in `Optimizer`, after the last update; None for a model that is not in float16.
+        loss_scale: the factor on the loss after the last update; None for a model that is not in float16.
         skipped: the experiences of skipped updates.
     """
 
@@ -106,26 +107,26 @@ def update_policy(
         optimizer.zero_grad()
         if experience.loss.adapts and experience.old.source != "own pass":
             experience = adapted(policy, experience, config.sampling.temperature)
-        forward = accumulate_gradient(policy, experience, config, optimizer.loss_scale)
+        forward = accumulate_gradient(policy, experience, config, optimizer.scaler)
         try:
             norm = optimizer.step(partial(finite_norm, experience, forward))
         except NonFiniteError as error:
-            if isinstance(error, GradientNormError) and optimizer.skip_overflow():
+            overflow = isinstance(error, GradientNormError) and optimizer.scaler.get_scale() > 1.0
+            if not overflow:
+                if on_bad_update is None:
+                    raise
+                on_bad_update(number, experience, forward, error)
+            optimizer.skip(overflow)
+            if overflow and policy.ranks.is_main:
                 skipped = "the gradient of update %d overflows in float16; it is skipped, the loss scale falls to %g"
-                if policy.ranks.is_main:
-                    log.warning(skipped, optimizer.update, optimizer.loss_scale)
-                updates.skipped.append(experience)
-                continue
-            if on_bad_update is None:
-                raise
-            on_bad_update(number, experience, forward, error)
-            optimizer.skip()
+                log.warning(skipped, optimizer.update, optimizer.scaler.get_scale())
             updates.skipped.append(experience)
             continue
         updates.trained.append(experience.updated(forward.logprobs, forward.entropy))
         updates.forwards.append(forward)
         updates.grad_norms.append(norm)
-    updates.loss_scale = optimizer.loss_scale if optimizer.is_scaled else None
+    if optimizer.scaler.is_enabled():
+        updates.loss_scale = optimizer.scaler.get_scale()
     return updates
 
 
@@ -156,9 +157,9 @@ def finite_norm(experience: Experience, forward: Forward, norm: torch.Tensor) ->
 
 
 def accumulate_gradient(
-    policy: Policy, experience: Experience, config: RunConfig, loss_scale: float = 1.0
+    policy: Policy, experience: Experience, config: RunConfig, scaler: GradScaler
 ) -> Forward:
-    """Compute the loss of an update and add its gradient, times `loss_scale`, to the parameters, pass by pass.
+    """Compute the loss of an update and add its gradient, scaled by `scaler`, to the parameters, pass by pass.
 
     The aggregation weights are those of the complete update, so the sum over micro-batches of any size, and over ranks,
     is its loss.
@@ -179,7 +180,7 @@ def accumulate_gradient(
             if new.sampling_entropy is not None:
                 outputs.append(new.sampling_entropy)
                 gradients.append(out.entropy_gradient)
-            torch.autograd.backward(outputs, [gradient * loss_scale for gradient in gradients])
+            torch.autograd.backward(outputs, scaler.scale(gradients))
         micro.tokens.packing.drop_masks()
         losses.append(out.loss)
         tokens = (new.logprobs.detach(), out.ratios, out.gradient_weights, new.entropy)

@@ -220,28 +220,33 @@ def test_eval_metrics_are_formatted_with_at_signs():
 
 
 def test_rewards_other_than_0_and_1_come_before_the_accuracy():
-    """The panel shows the reward from the first step that has one; the evaluation before training has none yet."""
+    """The panel shows the reward from the first step that has one; the evaluation before training has none yet.
+
+    Rewards of a scale may never reach 1: an accuracy appears once a completion is correct.
+    """
     scores = {"eval/countdown/mean_at_16": 0.0, "eval/countdown/reward": 0.0}
     reports = [report(0), report(1), report(2)]
     reports[0].record.update(scores)
     for step in (1, 2):
-        reports[step].record.update({"train/reward": 0.125 * step, "train/accuracy": 0.0})
+        reports[step].record.update({"train/reward": 0.125 * step, "train/accuracy": 0.0625 * (step - 1)})
     rollout = reports[2].sample
     assert rollout is not None
     reports[2] = replace(reports[2], sample=replace(rollout, grade=Grade(0.25, False, "wrong")))
     reports[2].record.update(scores | {"eval/countdown/reward": 0.5})
     lines = shown(False, reports, steps=2).splitlines()
     assert "step 0/2  held-out mean@16 0.000" in lines
-    assert any(line.startswith("step 2/2  reward 0.250  training accuracy 0.000  entropy") for line in lines)
-    assert lines[-1].endswith("held-out reward 0.500 · mean@16 0.000")
+    assert any(line.startswith("step 1/2  reward 0.125  entropy") for line in lines)
+    assert any(line.startswith("step 2/2  reward 0.250  training accuracy 0.062  entropy") for line in lines)
+    assert lines[-1].endswith("s/step  held-out reward 0.500")
     panel = shown(True, reports, steps=2).split("╭")[-1]
-    assert re.search(r"reward +0.250 .*\n.*training accuracy +0.000 ", panel)
+    assert re.search(r"reward +0.250 .*\n.*training accuracy +0.062 ", panel)
+    assert "accuracy" not in shown(True, reports[:2], steps=2).split("╭")[-1]
     assert re.search(r"reward 0.250, \S*wrong", panel)
     assert "reward" not in shown(True, [report(0), report(1)], steps=1)
     out = io.StringIO()
     result = RunResult(Path("runs/r"), "FINISHED", [item.record for item in reports])
     print_summary(Console(file=out, width=100), resolve([{"tracking": {"mlflow": False}}]), result)
-    assert re.search(r"reward +0.125 → 0.250\n.*training +accuracy 0.000 → 0.000", out.getvalue())
+    assert re.search(r"reward +0.125 → 0.250\n.*training +accuracy 0.000 → 0.062", out.getvalue())
 
 
 def test_the_summary_has_the_phases_of_all_steps_also_those_before_a_resume():
