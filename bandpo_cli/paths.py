@@ -5,7 +5,6 @@ Errors of a path become False, an empty list or a ConfigError.
 
 import difflib
 import json
-import math
 import os
 import re
 import stat
@@ -138,14 +137,6 @@ def read_json_object(path: Path, where: str | None = None, max_bytes: int | None
 def is_commit(text: object) -> bool:
     """Return whether `text` is the full hash of a commit."""
     return isinstance(text, str) and re.fullmatch(r"[0-9a-f]{40}", text) is not None
-
-
-def count_weights(file: Path) -> int:
-    """Return the number of weights in a safetensors file, from its header. Raise SafetensorError for a damaged file."""
-    from safetensors import safe_open
-
-    with safe_open(file, "np") as weights:
-        return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
 
 
 def cached_commit(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -26,7 +26,6 @@ from bandpo_cli.paths import (
     ADAPTER_CONFIG,
     GGUF_ADVICE,
     check_regular_file,
-    count_weights,
     gguf_file,
     is_adapter_folder,
     path_exists,
@@ -143,7 +142,9 @@ def check_declared_size(model: PreTrainedModel, location: str, path: str) -> Non
     stored = 0
     for file in files:
         try:
-            stored += count_weights(file)
+            with safe_open(file, "pt") as weights:
+                names = weights.keys()
+                stored += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
         except SafetensorError as error:
             problem = f"{file.name} is cut or damaged ({first_line(error)}); copy or download it again"
             raise model_error(path, problem) from None

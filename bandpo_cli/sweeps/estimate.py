@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bandpo_cli.config.layers import CHOSEN_AT_START, flatten, read_yaml, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.paths import MAX_CONFIG_BYTES, count_weights, path_exists, read_json_object, user_path
+from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object, user_path
 from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import SUMMARY_FILE, read_summary
@@ -185,8 +186,12 @@ def estimate_disk_space(info: SweepInfo, runs_dir: Path) -> tuple[int, int]:
 
 def _count_weights(folder: Path) -> int:
     """Return the number of weights in a model folder; 0 if its files are not there or damaged."""
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
 
+    count = 0
     with suppress(SafetensorError, OSError):
-        return sum(map(count_weights, folder.glob("*.safetensors")))
-    return 0
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "np") as weights:
+                names = weights.keys()
+                count += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
+    return count
