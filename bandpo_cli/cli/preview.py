@@ -201,15 +201,24 @@ def print_results(console: Console, config: RunConfig, report: ProbeReport) -> N
         "lengths": "median {:.0f}, 95% up to {:.0f}, longest {:.0f} tokens; ".format(*lengths)
         + f"{metrics['train/truncated_fraction']:.1%} truncated, "
         f"{metrics['grade/malformed_fraction']:.1%} without a readable answer",
-        "clipping": f"{metrics['clip/active_fraction']:.2%} of the tokens in a trial step of "
-        f"{plural(config.optim.updates, 'update')} on {plural(report.trial_groups, 'group')} at lr "
-        f"{config.optim.lr:g}, ratios up to {metrics['ratio/max']:.3g}; its weights are discarded"
-        if useful
-        else "not measured: no group has different rewards, so no token has a gradient",
+        "clipping": clipping_text(config, report),
         "time": time_text(config, report),
         "a sample": sample_text(rollouts[0]).plain,
     }
     print_rows(console, rows.items(), 10)
+
+
+def clipping_text(config: RunConfig, report: ProbeReport) -> str:
+    """Return the clip fraction and the largest ratio of the trial step, or why they were not measured."""
+    metrics, reason = report.metrics, "no group has different rewards, so no token has a gradient"
+    if "ratio/max" not in metrics:
+        overflow = "its updates were skipped, because the gradient overflows in float16"
+        return f"not measured: {reason if report.update_seconds is None else overflow}"
+    size = f"{plural(config.optim.updates, 'update')} on {plural(report.trial_groups, 'group')}"
+    return (
+        f"{metrics['clip/active_fraction']:.2%} of the tokens in a trial step of {size} at lr {config.optim.lr:g}, "
+        f"ratios up to {metrics['ratio/max']:.3g}; its weights are discarded"
+    )
 
 
 def time_text(config: RunConfig, report: ProbeReport) -> str:

@@ -241,7 +241,7 @@ class TrainView(ExperimentView):
             grid.add_row(heading, f"step {step}", Text(metrics))
         sample = None if self._report is None else self._report.sample
         grid.add_row("a sample", "", "" if sample is None else sample_text(sample))
-        requested = self.in_progress and self._signals.requested
+        requested = self.in_progress and self._signals.is_requested()
         stopping = [Text(self._signals.request, style="yellow")] if requested else []
         return Panel(Group(self._bar, grid, *stopping), title="bandpo train", title_align="left")
 

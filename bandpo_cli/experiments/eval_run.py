@@ -298,14 +298,13 @@ def _collect(
                 folder.write_part(batch.key, batch.rows)
                 parts[batch.key] = batch.rows
                 events.step(batch)
-    uses = source.ranks.gather(source.grader.uses())
+    uses = source.ranks.gather(dict(source.grader.uses))
     if not is_main:
         return []
     imports.join()
     completions = [row for key in sorted(parts) for row in parts[key]]
-    errors = {name: use.error for of_rank in reversed(uses) for name, use in of_rank.items() if use.error}
     verdicts, graders = ([row[key] for row in completions] for key in ("verdict", "grader"))
-    check_not_all_failed(verdicts, graders, errors)
+    check_not_all_failed(verdicts, graders, uses)
     for line in failure_warnings(uses):
         log.warning("%s", line)
     events.phase("record")

@@ -76,9 +76,7 @@ def open_folder(plan: Plan, config: RunConfig, components: Components | None, st
 
 
 def load_state(plan: Plan, config: RunConfig, components: Components) -> None:
-    """Load the checkpoint that the run continues, for a fork that of its parent; a new run has the initial weights."""
-    if plan.step < 0:
-        return
+    """Load the checkpoint that the run continues, for a fork that of its parent."""
     fork = plan.fork
     changes = () if fork is None else (fork.progress, fork.keeps_batch)
     checkpoint = (plan.folder if fork is None else fork.run).checkpoint_dir(plan.step)

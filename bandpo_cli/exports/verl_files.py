@@ -363,10 +363,10 @@ class RewardFunction:
             return
         for result, grade in zip(results, grades, strict=True):
             result.set_result(grade)
-        for name, message in self._pool.errors.items():
-            if name not in self._reported:
+        for name, use in self._pool.uses.items():
+            if use.error and name not in self._reported:
                 self._reported.add(name)
-                log.warning("grader '%s' failed on an answer, which counts as wrong: %s", name, message)
+                log.warning("grader '%s' failed on an answer, which counts as wrong: %s", name, use.error)
 
 
 def load_reward_function(config_file: str | Path) -> RewardFunction:

@@ -177,9 +177,8 @@ def describe_error(error: BaseException, grader: BatchGrader) -> dict[str, Any]:
 
 def _limit_memory(memory_gb: float) -> None:
     """Limit the address space to the present size plus `memory_gb` GiB, and disable core files."""
-    if (
-        PAGES.exists()
-    ):  # without /proc (macOS) the present size is not known, and a limit below it ends the worker
+    # Without /proc (macOS) the present size is not known, and a limit below it ends the worker.
+    if PAGES.exists():
         used = int(PAGES.read_text().split()[0]) * resource.getpagesize()
         limit, (_, hard) = used + int(memory_gb * 2**30), resource.getrlimit(resource.RLIMIT_AS)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

@@ -224,17 +224,11 @@ def iterate_evaluations(folder: Path) -> Iterator[dict[str, Any]]:
             raise UserError(f"{path}: not the record of an evaluation: a metric has no interval") from None
 
 
-def describe_environment(
-    command: Sequence[str] | None = None, sampler: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def describe_environment(sampler: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the content of `env.json`. Imports no large package and stores no environment variable.
 
-    GPUs and torch's threads are included only when torch is already loaded.
-
-    Args:
-        command: sys.argv by default; passwords in its addresses are redacted.
-        sampler: description of the sampling engine (`sampling.sampler.Sampler.describe`); None where nothing is
-            sampled.
+    Passwords in addresses of the command are redacted. GPUs and torch's threads are included only when torch is already
+    loaded, `sampler` (`sampling.sampler.Sampler.describe`) where something is sampled.
     """
     versions = {"python": platform.python_version(), "bandpo": __version__}
     for package in PACKAGES:
@@ -255,7 +249,7 @@ def describe_environment(
             {"name": device.name, "memory_gib": round(device.total_memory / 2**30, 1)} for device in devices
         ]
     return {
-        "command": redact_credentials(shlex.join(sys.argv if command is None else command)),
+        "command": redact_credentials(shlex.join(sys.argv)),
         "versions": versions,
         "git": git_state(Path.cwd()),
         "platform": platform.platform(),

@@ -139,11 +139,8 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     reference = load_reference(policy, config.model) if config.objective.reference_kl > 0 else None
     sampling = config.sampling
     limits = sampling.samples, sampling.temperature, sampling.max_tokens, setup.stop_ids
-    sampler: Sampler = (
-        EngineProcess(config, policy)
-        if sampling.max_lag and sampling.engine_process
-        else build_sampler(config, policy)
-    )
+    build = EngineProcess if sampling.max_lag and sampling.engine_process else build_sampler
+    sampler: Sampler = build(config, policy)
     try:
         return Components(
             **vars(setup),
@@ -152,9 +149,8 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
             grader=GraderPool(config.grading),
             sampler=sampler,
             optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
-            params=SamplingParams(
-                *limits, entropy=sampling.max_lag == 0
-            ),  # those of older weights are of no use
+            # The entropies of older weights are of no use.
+            params=SamplingParams(*limits, entropy=sampling.max_lag == 0),
             problems_digest=_problems_digest(setup.train, setup.heldout),
             ranks=policy.ranks,
         )

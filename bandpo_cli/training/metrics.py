@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any
 
 import numpy as np
@@ -139,12 +139,8 @@ def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
     logprobs, ratios, gradient_weights = map(torch.cat, per_token)
     old_logprobs = torch.cat([batch.old_logprobs for batch in trained])
     pairs = [*zip(trained, forwards, strict=True)]
-    advantages_of = [batch.trained_advantages(item.logprobs) for batch, item in pairs]
-    advantages = torch.cat(advantages_of)
-    states = [
-        batch.loss.clip_state(batch.columns, item.ratios, used, item.gradient_weights)
-        for (batch, item), used in zip(pairs, advantages_of, strict=True)
-    ]
+    advantages = torch.cat([batch.trained_advantages(item.logprobs) for batch, item in pairs])
+    states = starmap(_clip_state, pairs)
     state = ClipState(*map(_joined, zip(*states, strict=True)))
     left_out = [batch.left_out.old_logprobs for batch in trained if batch.left_out is not None]
     metrics |= {
@@ -165,6 +161,14 @@ def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
     if (of_reference := _joined(batch.ref_logprobs for batch in trained)) is not None:
         metrics["kl/ref"] = k3(logprobs, of_reference).mean().item()
     return metrics
+
+
+def _clip_state(experience: Experience, forward: Forward) -> ClipState:
+    """Return which tokens of an update the method clips."""
+    advantages = experience.trained_advantages(forward.logprobs)
+    return experience.loss.clip_state(
+        experience.columns, forward.ratios, advantages, forward.gradient_weights
+    )
 
 
 def probability_bins(old_logprobs: torch.Tensor) -> torch.Tensor:
@@ -230,19 +234,14 @@ def clip_map_columns(updates: AppliedUpdates) -> dict[str, NDArray[np.float32]]:
     than `CLIP_MAP_TOKENS` tokens, only every second, third, ... of them.
     """
     experiences, forwards = updates.trained, updates.forwards
-    ratios = torch.cat([forward.ratios for forward in forwards])
+    pairs, ratios = zip(experiences, forwards, strict=True), torch.cat([item.ratios for item in forwards])
     lower, upper = (_joined(item.columns.get(name) for item in experiences) for name in ("lower", "upper"))
     columns = {
         "old_logprob": torch.cat([experience.old_logprobs for experience in experiences]),
         "ratio": ratios,
         "lower": torch.zeros_like(ratios) if lower is None else lower,
         "upper": torch.full_like(ratios, math.inf) if upper is None else upper,
-        "advantage": torch.cat(
-            [
-                batch.trained_advantages(item.logprobs)
-                for batch, item in zip(experiences, forwards, strict=True)
-            ]
-        ),
+        "advantage": torch.cat([batch.trained_advantages(item.logprobs) for batch, item in pairs]),
         "gradient_weight": torch.cat([forward.gradient_weights for forward in forwards]),
     }
     stride = -(-len(ratios) // CLIP_MAP_TOKENS)
@@ -308,15 +307,10 @@ def _known_values(experience: Experience, forward: Forward | None) -> dict[str, 
     }
     if forward is None:
         return values
-    loss, ratios, advantages = (
-        experience.loss,
-        forward.ratios,
-        experience.trained_advantages(forward.logprobs),
-    )
-    state = loss.clip_state(experience.columns, ratios, advantages, forward.gradient_weights)
+    ratios, state, interval = forward.ratios, _clip_state(experience, forward), experience.loss.interval
     lower, upper = (experience.columns.get(name) for name in ("lower", "upper"))
-    if lower is None and loss.interval is not None:
-        lower, upper = (torch.full_like(ratios, bound) for bound in loss.interval)
+    if lower is None and interval is not None:
+        lower, upper = (torch.full_like(ratios, bound) for bound in interval)
     clipped = state.at_upper.byte() + 2 * state.at_lower.byte()
     return {**values, "ratio": ratios, "lower": lower, "upper": upper, "clipped": clipped}
 
