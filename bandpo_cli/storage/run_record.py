@@ -43,16 +43,13 @@ PACKAGES = (*_TRAINING, "mlflow", "pandas", "scipy", "statsmodels", "ray", "reas
 
 @dataclass(frozen=True)
 class Summary:
-    """The content of `summary.json`.
+    """The content of `summary.json`: how the run ended (None where the file has no valid status), and all keys.
 
-    Attributes:
-        content: all keys.
-        status: how the run ended; None where the file has no valid status.
-        error, stopped_by: the exception, or the criterion of `stop`, that ended the run before its last step.
+    `error` is the exception that ended the run, `stopped_by` the criterion of `stop` that did.
     """
 
-    content: Record
     status: RunStatus | None
+    content: Record
     error: str | None
     stopped_by: str | None
 
@@ -96,10 +93,9 @@ def read_summary(run: Path) -> Summary | None:
     if not path_exists(run / SUMMARY_FILE):
         return None
     content = read_json_object(run / SUMMARY_FILE, max_bytes=MAX_CONFIG_BYTES)
-    texts = {key: str(content[key]) for key in ("error", "stopped_by") if content.get(key) is not None}
     status = content.get("status")
-    status = status if status in get_args(RunStatus) else None
-    return Summary(content, status, texts.get("error"), texts.get("stopped_by"))
+    reasons = (None if content.get(key) is None else str(content[key]) for key in ("error", "stopped_by"))
+    return Summary(status if status in get_args(RunStatus) else None, content, *reasons)
 
 
 def parent_of(env: Record) -> str | None:
