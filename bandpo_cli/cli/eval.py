@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping, Sized
 from contextlib import closing
@@ -33,7 +34,7 @@ from bandpo_cli.cli.console import (
 from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.errors import plural
-from bandpo_cli.processes.ranks import launched_name, ranks_to_start
+from bandpo_cli.processes.ranks import RUN_NAME_VARIABLE, ranks_to_start
 from bandpo_cli.types import UNGRADED_VERDICTS
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def evaluate(
     from bandpo_cli.storage.run_folder import EvalFolder
 
     console = open_console(stderr=format_ == "json", long_running=True)
-    asked = launched_name() if name is None else name
+    asked = os.environ.get(RUN_NAME_VARIABLE) if name is None else name
     if resume is not None:
         used = "the settings of the evaluation are used"
         opt.refuse_with(context, "--resume", used, lambda name: name not in _OF_RESUME)

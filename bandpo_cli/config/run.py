@@ -243,7 +243,8 @@ class ObjectiveConfig(Section):
                 or getattr(self, name) == type(self).model_fields[name].default,
                 f"{name} = {getattr(self, name):g} has no effect without entropy_target; set it, such as 0.2",
             )
-        check_importance(self.importance, self.importance_floor, self.importance_cap)
+        if self.model_fields_set & {"importance", "importance_cap", "importance_floor"}:
+            check_importance(self.importance, self.importance_floor, self.importance_cap)
         return self
 
 

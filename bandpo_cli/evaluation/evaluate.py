@@ -167,7 +167,8 @@ def sample_batches(
 
     def requests() -> Iterator[tuple[Sequence[Problem], SampleRequest]]:
         for batch, chunk in _parts(sets, batch_size // params.samples, done):
-            problems, first = ranks.share(chunk), batch.key.start + ranks.share_start(len(chunk))
+            own = ranks.share(len(chunk))
+            problems, first = chunk[own], batch.key.start + own.start
             prompts = encoder.encode(problems)
             requested.append((batch, problems, prompts))
             # A sampler gives the prompt after the first the next seed: a seed per problem of the set.

@@ -76,9 +76,7 @@ def open_folder(plan: Plan, config: RunConfig, components: Components | None, st
 
 
 def load_state(plan: Plan, config: RunConfig, components: Components) -> None:
-    """Load the checkpoint that the run continues, for a fork that of its parent; a new run has the initial weights."""
-    if plan.step < 0:
-        return
+    """Load the checkpoint that the run continues, for a fork that of its parent."""
     fork = plan.fork
     changes = () if fork is None else (fork.progress, fork.keeps_batch)
     checkpoint = (plan.folder if fork is None else fork.run).checkpoint_dir(plan.step)
@@ -117,10 +115,8 @@ def copy_parent(fork: Fork, folder: RunFolder) -> dict[str, object]:
         copy_checkpoint(checkpoint, folder.checkpoint_dir(step), fork.progress, fork.keeps_batch)
     except (OSError, UserError) as error:
         remove_tree(folder.path)
-        there = path_exists(checkpoint)
-        raise (
-            RunError(f"{checkpoint}: cannot be copied: {error}") if there else _removed(checkpoint)
-        ) from error
+        damage = RunError(f"{checkpoint}: cannot be copied: {error}")
+        raise (damage if path_exists(checkpoint) else _removed(checkpoint)) from error
     path = fork.run.path.absolute()
     about = {"run": str(relative_to_cwd(path)), "path": str(path), "step": step}
     earlier = next(iterate_forks(fork.run.path), None)

@@ -183,7 +183,8 @@ def start_run(
     loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable, on_estimate)
     config = copy_values(config, loaded, CHOSEN_AT_START)
     check_same_on_all(components.ranks, repr(config), str(plan.step))
-    load_state(plan, config, components)
+    if plan.step >= 0:  # a new run has the initial weights
+        load_state(plan, config, components)
     return events, config, components
 
 
@@ -229,7 +230,8 @@ def start_process(
     from bandpo_cli.models.load import deterministic_kernels
 
     config = with_dtype(config, is_gpu(config.model.device))
-    stack.enter_context(deterministic_kernels(config, training))
+    if config.deterministic:
+        stack.enter_context(deterministic_kernels(config, training))
     ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
     return check_memory(config, ranks, training, changeable, task, on_estimate), ranks
 

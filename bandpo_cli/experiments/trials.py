@@ -209,7 +209,8 @@ def probe(
             with timer.phase("logprobs"):
                 chosen = select_groups(groups, tried, updates)
                 graded = chosen, step_advantages(config, chosen)
-                loss = policy_loss(config.bounds.at_step(1, config.steps), config.objective)
+                bounds = config.bounds.model_copy(update=config.bounds.scheduled(1, config.steps))
+                loss = policy_loss(bounds, config.objective)
                 exact = is_exact(components.sampler, policy)
                 experiences = prepare_updates(policy, components.reference, *graded, loss, config, exact)
             with timer.phase("update"):

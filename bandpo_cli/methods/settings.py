@@ -98,10 +98,6 @@ class MethodSettings(TaggedSection):
         """Return the settings that change over training, with their values at step `step` of `steps` (from 1)."""
         return {}
 
-    def at_step(self, step: int, steps: int) -> Self:
-        """Return the settings with the values of `scheduled`."""
-        return self.model_copy(update=self.scheduled(step, steps))
-
     def ratio_bounds(self) -> BoundsFunction:
         """Return the interval of ratios beyond which the method removes a token's gradient, by the advantage's sign.
 

@@ -66,14 +66,14 @@ def _attend_in_blocks(
     attend: Attention, packing: Packing, states: Sequence[Tensor], window: int | None
 ) -> Tensor:
     """Return the attention output of a kernel that takes sequences of equal length."""
-    blocks, scatter_index, outputs = packing.blocks, packing.block_scatter_index, []
-    masks = packing.masks if window is None else [block.mask(window) for block in blocks]
-    for block, mask in zip(blocks, masks, strict=True):
+    outputs = []
+    for block in packing.blocks:
         index, shape = block.gather_index, block.shape
         gathered = (state.index_select(0, index) for state in states)
         rows = (state.view(*shape, *state.shape[1:]).transpose(1, 2) for state in gathered)
+        mask = block.mask if window is None else block.windowed_mask(window)
         outputs.append(attend(*rows, mask)[0].flatten(0, 1))
-    return torch.cat(outputs).index_select(0, scatter_index)
+    return torch.cat(outputs).index_select(0, packing.block_scatter_index)
 
 
 def _attend_varlen(

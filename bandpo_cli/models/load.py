@@ -171,7 +171,10 @@ def load_policy(
             lora.add_adapters(model, config.lora, seed, location, commit)
     if config.compile:
         compile_layers(model)
-    shard(model, ranks if for_training else SINGLE, device)
+    if for_training and ranks.size > 1:
+        shard(model, ranks, device)
+    else:
+        model.to(device)
     if for_training:
         check_packed_forward(model)
     return Policy(model, tokenizer, stop_ids, pad_id, commit, ranks)
@@ -351,15 +354,12 @@ def _special_ids(model: PreTrainedModel, tokenizer: Tokenizer, path: str) -> tup
 
 @contextmanager
 def deterministic_kernels(config: RunConfig, training: bool = True) -> Iterator[None]:
-    """Use deterministic kernels in the block if `deterministic` is set; enter it before torch uses the GPU.
+    """Use deterministic kernels in the block (the setting `deterministic`); enter it before torch uses the GPU.
 
     Raises:
         UserError: this process already uses other kernels, vLLM has no such kernels here, or torch has none for an
             operation of the model or of custom code.
     """
-    if not config.deterministic:
-        yield
-        return
     _prepare_determinism(config, training)
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

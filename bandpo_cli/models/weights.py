@@ -54,13 +54,10 @@ _RUN = "run_as_forward"
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
-    """Move the model to `device`; with several ranks, layer by layer, and only the shards of this rank, in place.
+    """Move the shards of this rank to `device`, layer by layer, in place; there are several ranks.
 
     Parameters of a sharded model that require a gradient become float32, the others keep their dtype.
     """
-    if ranks.size == 1:
-        model.to(device)
-        return
     dtype = model.dtype
     mesh = init_device_mesh(device.type, (ranks.size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

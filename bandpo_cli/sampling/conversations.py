@@ -127,7 +127,7 @@ class Session:
             self._take_replies(POLL_S if is_idle else 0.0)
             while self._waiting and not self._streams:
                 self._take_replies(POLL_S)
-            if self._ranks.any(bool(self._ready)):
+            if any(self._ranks.gather(bool(self._ready))):
                 turns, self._ready = self._ready, []
                 yield from self._requests_of(turns)
             elif (request := next(more, None)) is not None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -104,7 +105,8 @@ class SyncCheck:
         limit, ranks, prompt = probe_limit(model), self._policy.ranks, self._prompt
         for seed in range(0, ATTEMPTS * SAMPLES, SAMPLES):
             of_ranks = ranks.agree(lambda seed=seed: sampler.sample([prompt], self._params, seed)[0])  # type: ignore[misc]
-            self.gap = ranks.max(mean_gap(model, prompt, of_ranks[ranks.rank]))
+            gaps = ranks.gather(mean_gap(model, prompt, of_ranks[ranks.rank]))
+            self.gap = float(np.max(gaps))  # NaN if one of them is
             if self.gap <= limit:
                 return
         raise StaleEngineError(

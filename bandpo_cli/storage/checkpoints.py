@@ -137,9 +137,8 @@ def check_contents(folder: Path, training_state: bool = True) -> None:
         for name in names:
             try:
                 if next(checksums) != state["xxh3"][name]:
-                    raise UserError(
-                        f"{folder}: {name} is damaged: its content has changed since it was written"
-                    )
+                    defect = "is damaged: its content has changed since it was written"
+                    raise UserError(f"{folder}: {name} {defect}")
             except OSError as error:
                 raise UserError(f"{folder}: {name}: {error.strerror or error}") from None
 

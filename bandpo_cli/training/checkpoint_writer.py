@@ -176,7 +176,8 @@ def _write_sharded_optimizer(state: TrainedState, folder: Path, ranks: Ranks) ->
 
     @_write_errors(folder)
     def checksums() -> dict[str, str]:
-        return {f"{checkpoints.SHARDS}/{name}": file_checksum(shards / name) for name in ranks.share(names)}
+        own = names[ranks.share(len(names))]
+        return {f"{checkpoints.SHARDS}/{name}": file_checksum(shards / name) for name in own}
 
     return {name: value for part in ranks.agree(checksums) for name, value in part.items()}
 
@@ -351,7 +352,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     def check(self) -> None:
         """Raise the error of a write that has failed, on all ranks; do not wait for one in progress."""
         # Where the thread of one rank has ended, those of the others are about to.
-        if self._call is not None and self._ranks.any(not self._call.is_alive()):
+        if self._call is not None and any(self._ranks.gather(not self._call.is_alive())):
             self.wait()
 
     def wait(self) -> None:
@@ -382,7 +383,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         if available is None or needed <= MAX_SHARE * available:
             with suppress(RuntimeError, MemoryError):  # torch's allocators raise RuntimeError
                 copied = self._copy.take(state)
-        if not self._ranks.any(copied is None):
+        if not any(self._ranks.gather(copied is None)):
             return copied
         self._copy = None
         log.warning(

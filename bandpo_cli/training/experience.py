@@ -395,9 +395,9 @@ def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int)
         places = (device_tensor(tokens[:n], device), device_tensor(sequences[:s], device))
         batches.append(MicroBatch(batch, *places))
         tokens, sequences = tokens[n:], sequences[s:]
-    none = device_tensor([], device, torch.int64)
-    nothing = MicroBatch(empty_batch(policy.pad_id, device), none, none)
-    batches += [nothing] * (int(ranks.max(len(batches))) - len(batches))
+    if missing := max(ranks.gather(len(batches))) - len(batches):
+        none = device_tensor([], device, torch.int64)
+        batches += [MicroBatch(empty_batch(policy.pad_id, device), none, none)] * missing
     order = None if ranks.size == 1 else device_tensor(token_owners.argsort(kind="stable"), device)
     return replace(experience, micro_batches=batches, order=order)
 

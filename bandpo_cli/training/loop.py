@@ -92,7 +92,7 @@ def train(
             yield _finish_step(*about, 0, totals.add({}), StepTimer(watch), sample=None)
         for step in range(max(1, first), config.steps + 1):
             writer.check()
-            if components.ranks.any(stop()):
+            if any(components.ranks.gather(stop())):
                 watch("checkpoint")
                 writer.save_on_stop(step - 1)
                 return
@@ -102,13 +102,15 @@ def train(
             lag = optimizer.update - rollouts.version
             work.note_memory()
             released = components.sampler.sleep()
-            batches.start(step)  # only with an engine process and sampling.max_lag
+            if config.sampling.max_lag:
+                batches.start(step)
             adapts = config.objective.entropy_target is not None
             settings = with_entropy_bonus(config, components.entropy_bonus) if adapts else config
+            scheduled = config.bounds.scheduled(step, config.steps)
             with work, timer.phase("logprobs"):
                 # → advantages → token batches → old log-probs → bounds
                 advantages_PG = step_advantages(config, rollouts.groups)
-                loss = policy_loss(config.bounds.at_step(step, config.steps), settings.objective)
+                loss = policy_loss(config.bounds.model_copy(update=scheduled), settings.objective)
                 # The log-probs of older weights are not the trainer's, whichever engine computed them.
                 exact = config.sampling.max_lag == 0 and is_exact(components.sampler, policy)
                 graded = rollouts.groups, advantages_PG
@@ -125,7 +127,6 @@ def train(
                 updates = updates.on_host()
                 record = rollout_metrics(rollouts.sampled) | token_metrics(updates.trained or updates.skipped)
                 record |= update_metrics(updates)
-                scheduled = config.bounds.scheduled(step, config.steps)
                 record |= {f"bounds/{name}": value for name, value in scheduled.items()}
                 record |= work.metrics(timer, rollouts, updates.trained, totals, released)
                 if adapts:

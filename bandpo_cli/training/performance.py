@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import TYPE_CHECKING, Any, Self
 
@@ -55,6 +56,7 @@ _OTHER_CARDS = {"Laptop", "Ti", "D", "MIG"}
 """Words in the names of cards that are slower or faster than the card without the word, or a part of it."""
 
 
+@dataclass
 class StepTimer:
     """Seconds per phase of a step, reported under `time/`.
 
@@ -62,15 +64,14 @@ class StepTimer:
         watch: called with the name of each phase when it starts.
     """
 
-    def __init__(self, watch: Callable[[str], None] = lambda phase: None) -> None:
-        self._watch = watch
-        self._start = time.perf_counter()
-        self._seconds: dict[str, float] = {}
+    watch: Callable[[str], None] = lambda phase: None
+    _start: float = field(default_factory=time.perf_counter)
+    _seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the body to `time/<name>`, and label it in a profiler trace."""
-        self._watch(name)
+        self.watch(name)
         start = time.perf_counter()
 
         def described() -> str:
@@ -274,6 +275,6 @@ class PackedWork(AbstractContextManager["PackedWork"]):
             metrics["perf/model_flop_utilisation"] = flops / (training * self.peak * self._ranks.size)
         if self._device.type == "cuda":
             self.note_memory(released)
-            metrics["perf/peak_memory_gib"] = self._ranks.max(self._memory) / 2**30
+            metrics["perf/peak_memory_gib"] = max(self._ranks.gather(self._memory)) / 2**30
         self.flops, self.positions, self.padding, self._memory = 0.0, 0, 0, 0
         return metrics

@@ -232,7 +232,8 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         """Return the graded groups of the next `count` problems, those of all ranks."""
         config, components = self._config, self._components
         params, batch = components.params, components.stream.next(count)
-        problems, seed = ranks.share(batch), seed + ranks.share_start(len(batch))
+        own = ranks.share(len(batch))
+        problems, seed = batch[own], seed + own.start
         completions: list[list[Completion]] = []
         texts: list[str] = []
         rewards = config.task.rewards
