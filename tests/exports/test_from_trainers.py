@@ -104,7 +104,9 @@ def test_arguments_of_trl_have_the_settings_of_their_meaning(given, expected):
 
 def test_settings_that_a_run_would_refuse_are_reported():
     given = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "num_processes": 1}
-    assert "entropy_target = 0.2 replaces; leave one of them out" in Translation("trl", BASE | given).missing[-1]
+    assert (
+        "entropy_target = 0.2 replaces; leave one of them out" in Translation("trl", BASE | given).missing[-1]
+    )
 
 
 @pytest.mark.parametrize("method", LOSSES)
