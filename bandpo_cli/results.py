@@ -416,5 +416,7 @@ def tokens(run: Path | str, step: int, runs_dir: Path | str = "runs") -> DataFra
     texts = np.asarray(values.texts, dtype=object)
     columns = {"completion": completion, "token": texts[values.text_index]}
     columns["advantage"] = values.advantage[completion]
-    numbers = ("old_logprob", "ratio", "entropy", "lower", "upper", "importance", "clipped")
-    return pd.DataFrame(columns | {name: getattr(values, name) for name in numbers})
+    numbers = ("old_logprob", "ratio", "entropy", "lower", "upper", "importance")
+    # Of float16, as some are stored, pandas returns a deviation of 0 for more than 65,504 values.
+    columns |= {name: getattr(values, name).astype(np.float32) for name in numbers}
+    return pd.DataFrame(columns | {"clipped": values.clipped})
