@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bandpo_cli.cli.console import (
+    LINE_SECONDS,
     LOADING,
     ExperimentView,
     format_duration,
@@ -23,7 +24,7 @@ from bandpo_cli.cli.console import (
     print_settings,
     print_warnings,
 )
-from bandpo_cli.cli.train_view import LINE_SECONDS, sample_text, settings_rows
+from bandpo_cli.cli.train_view import sample_text, settings_rows
 from bandpo_cli.config.layers import setting_text, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, plural
@@ -164,9 +165,8 @@ def run_probe(plan: Plan, runs_dir: Path, size: int) -> None:
             nonlocal printed
             left = f"{done} of {plural(total, 'problem')} sampled, about {format_duration(seconds)} left"
             view.spinners = {**view.spinners, "sample": f"{sampling} {left}"}
-            if done < total and time.monotonic() > printed + (
-                math.inf if console.is_terminal else LINE_SECONDS
-            ):
+            is_due = not console.is_terminal and time.monotonic() > printed + LINE_SECONDS
+            if is_due and done < total:
                 view.spin(None)
                 print_rows(console, [("probe", f"{left}, then a trial step")], 10)
                 printed = time.monotonic()

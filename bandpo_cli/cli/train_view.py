@@ -24,6 +24,7 @@ from rich.text import Text
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.cli.console import (
+    LINE_SECONDS,
     LOADING,
     PLAIN_LINES,
     ExperimentView,
@@ -48,20 +49,6 @@ from bandpo_cli.types import Rollout
 
 if TYPE_CHECKING:
     from bandpo_cli.experiments.monitor import ProfileCallback
-
-BAR_PHASES = {
-    "sample": "sampling",
-    "grade": "grading",
-    "logprobs": "old log-probs",
-    "update": "updating",
-    "sync": "syncing the sampler",
-    "eval": "evaluating",
-    "checkpoint": "writing a checkpoint",
-}
-"""Text beside the bar for the phases of a step that may take long; the keys are the names under `time/`."""
-
-LINE_SECONDS = 60.0
-"""Seconds after which a step has a line of its own in plain output, besides every n-th step."""
 
 CURVES = ("train/reward", "train/accuracy", "train/entropy", "clip/active_fraction")
 """The metrics of the panel; the reward only if rewards are not just 0 and 1."""
@@ -137,7 +124,10 @@ class TrainView(ExperimentView):
         self._history: dict[str, list[float]] = {key: [] for key in CURVES}
         self._held_out: list[tuple[int, str]] = []
         self._last: Mapping[str, Any] = {}
-        self._skipped, self._since_line, self._shows_reward = 0, 0.0, False
+        self._skipped, self._since_line = 0, 0.0
+        # A curve without information: the reward where it is the accuracy, or an accuracy that is always 0, as of
+        # rewards of a scale that never reach 1.
+        self._hidden = "train/reward"
         self._bar = Progress(
             "step",
             MofNCompleteColumn(),
@@ -170,7 +160,7 @@ class TrainView(ExperimentView):
         if name == "close":
             self.stop_progress()
         if self.in_progress:
-            self._bar.update(self._task, phase=BAR_PHASES.get(name, ""))
+            self._bar.update(self._task, phase=PHASES.get(name, ""))
             if name == "eval" and not self._last and not self.console.is_terminal:
                 print_line(self.console, "evaluating the policy before the first step …")
         else:
@@ -214,11 +204,12 @@ class TrainView(ExperimentView):
             return None
         self._since_line = 0.0
         clipped, skipped = record.get("clip/active_fraction", math.nan), record.get("optim/skipped_updates")
-        hides = self._hidden == "train/accuracy" and not is_not_graded(record)
+        has_reward, has_accuracy = self._hidden != "train/reward", step and self._hidden != "train/accuracy"
+        accuracy = f"training accuracy {record['train/accuracy']:.3f}" if has_accuracy else ""
         parts = [
             f"step {step:>{len(str(self._steps))}}/{self._steps}",
-            f"reward {record['train/reward']:.3f}" if self._shows_reward and "train/reward" in record else "",
-            f"training {accuracy_text(record)}" if step and not hides else "",
+            f"reward {record['train/reward']:.3f}" if has_reward and "train/reward" in record else "",
+            "training answers not graded" if is_not_graded(record) else accuracy,
             f"entropy {record['train/entropy']:.3f} nats  clip fraction {clipped:.2%}  {record['time/step']:.2f} s/step"
             if step
             else "",
@@ -254,15 +245,6 @@ class TrainView(ExperimentView):
         stopping = [Text(self._signals.request, style="yellow")] if requested else []
         return Panel(Group(self._bar, grid, *stopping), title="bandpo train", title_align="left")
 
-    @property
-    def _hidden(self) -> str:
-        """The curve without information: the reward where it is the accuracy, or an accuracy that is always 0.
-
-        Rewards of a scale may never reach 1, from which a completion is correct.
-        """
-        has_accuracy = any(self._history["train/accuracy"])
-        return ("" if has_accuracy else "train/accuracy") if self._shows_reward else "train/reward"
-
     def _add_metrics(self, record: Mapping[str, Any]) -> None:
         """Add the metrics of a step. In metrics.jsonl, a value that is not finite is None."""
         known = {key: value for key, value in record.items() if value is not None}
@@ -273,7 +255,10 @@ class TrainView(ExperimentView):
                 values.append(value)
         if held_out := eval_metrics_text(known):
             self._held_out.append((known["step"], held_out))
-        self._shows_reward = self._shows_reward or has_nonbinary_rewards(known)
+        if self._hidden == "train/reward" and has_nonbinary_rewards(known):
+            self._hidden = "train/accuracy"
+        if self._hidden == "train/accuracy" and any(self._history["train/accuracy"]):
+            self._hidden = ""
         self._skipped += int(known.get("optim/skipped_updates", 0))
         self._last = known
 
@@ -281,11 +266,6 @@ class TrainView(ExperimentView):
 def is_not_graded(record: Mapping[str, Any], rates: str = "grade/{}_fraction", error: str = "error") -> bool:
     """Return whether no answer has a verdict, such as in an outage of a judge, so that there is no accuracy."""
     return sum(record.get(rates.format(kind)) or 0.0 for kind in ("timeout", error)) >= 1
-
-
-def accuracy_text(record: Mapping[str, Any]) -> str:
-    """Return the accuracy of a step, or that its answers were not graded."""
-    return "answers not graded" if is_not_graded(record) else f"accuracy {record['train/accuracy']:.3f}"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -373,9 +353,8 @@ def print_summary(console: Console, config: RunConfig, result: RunResult, first_
         if values and heading != hidden:
             rows.append((heading, form.format(values[0], values[-1])))
     if ungraded := len(steps) - len(graded):
-        rows.append(
-            ("not graded", f"the answers of {ungraded} of {len(steps)} steps, which have no accuracy")
-        )
+        line = f"the answers of {ungraded} of {len(steps)} steps, which have no accuracy"
+        rows.append(("not graded", line))
     rows.append(("a step", phases_text(times, sum("time/update" in record for record in result.records))))
     rows += [("run folder", str(result.folder)), ("plots", str(result.folder / "plots"))]
     rows += tracker_rows(config.tracking, result.folder)

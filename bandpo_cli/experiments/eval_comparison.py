@@ -197,10 +197,8 @@ def _compare_sets(
     try:
         pairs = {name: [[float(rows[id_][name]) for id_ in ids] for rows in (a, b)] for name in names}
     except (KeyError, TypeError, ValueError):
-        advice = "try bandpo eval --resume NAME"
-        raise UserError(
-            f"a problem of '{label}' lacks a metric or has one that is no number; {advice}"
-        ) from None
+        defect = "lacks a metric or has one that is no number; try bandpo eval --resume NAME"
+        raise UserError(f"a problem of '{label}' {defect}") from None
     if pairs.get("reward") == pairs[MEAN]:
         del pairs["reward"]
     decisive = pairs.get("reward", pairs[MEAN])
@@ -229,9 +227,8 @@ def _difference(name: str, a: Sequence[float], b: Sequence[float], margin: float
     words = ("better", "worse") if accuracy or name == "reward" else ("higher", "lower")
     conclusion = conclude(changes, test.p, margin if accuracy else None, words=words, unit="problem")
     low, high = (math.nan if end is None else end for end in (test.change.low, test.change.high))
-    return MetricDifference(
-        float(np.mean(a)), float(np.mean(b)), Interval(test.change.mean, low, high), conclusion
-    )
+    change = Interval(test.change.mean, low, high)
+    return MetricDifference(float(np.mean(a)), float(np.mean(b)), change, conclusion)
 
 
 def _by_problem(record: Mapping[str, Any], label: str, which: str) -> dict[str, dict[str, Any]]:
@@ -240,9 +237,8 @@ def _by_problem(record: Mapping[str, Any], label: str, which: str) -> dict[str, 
     if "by_problem" not in scores:
         raise UserError(f"{which} has no metrics by problem of '{label}'; finish the evaluation first")
     if (verdicts := scores.get("verdicts")) and UNGRADED_VERDICTS.issuperset(verdicts):
-        raise UserError(
-            f"nothing to compare: no answer of '{label}' in {which} was graded: {', '.join(verdicts)}"
-        )
+        graded = f"no answer of '{label}' in {which} was graded"
+        raise UserError(f"nothing to compare: {graded}: {', '.join(verdicts)}")
     return {
         id_: {MEAN if name.startswith("mean_at_") else name: value for name, value in row.items()}
         for id_, row in scores["by_problem"].items()

@@ -170,9 +170,8 @@ def describe_memory(estimate: MemoryEstimate) -> str:
     if estimate.vllm < estimate.vllm_minimum:
         line += f", and it needs {_gib(estimate.vllm_minimum)}"
     if estimate.chosen:
-        line += (
-            f"; auto is {', '.join(f'{key}={str(value).lower()}' for key, value in estimate.chosen.items())}"
-        )
+        chosen = (f"{key}={str(value).lower()}" for key, value in estimate.chosen.items())
+        line += f"; auto is {', '.join(chosen)}"
     return line
 
 
@@ -203,12 +202,8 @@ def saving_advice(
             return False
 
     on_gpu, gpus = estimate.device.on_gpu, 1
-    if (
-        on_gpu
-        and training
-        and estimate.ranks == 1
-        and not (config.sampling.max_lag and config.sampling.engine_process)
-    ):
+    has_process = config.sampling.max_lag and config.sampling.engine_process
+    if on_gpu and training and estimate.ranks == 1 and not has_process:
         import torch
 
         gpus = 1 if ":" in config.model.device else torch.cuda.device_count()

@@ -29,6 +29,7 @@ from bandpo_cli.methods.settings import CustomSettings, TrustRegionSettings
 from bandpo_cli.paths import (
     GGUF_ADVICE,
     MODEL_CONFIG,
+    cached_commit,
     folders_containing,
     gguf_file,
     is_adapter_folder,
@@ -53,6 +54,7 @@ from bandpo_cli.storage.run_folder import (
     other_folder,
     unused_name,
 )
+from bandpo_cli.tasks.rows import NotLoadedError
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.tracking.trackers import tracker_class
 from bandpo_cli.types import Problem
@@ -170,7 +172,11 @@ def load_task(config: RunConfig, trial: bool = True) -> Task:
         if isinstance(most, int) and sampling.max_prompt_tokens + sampling.max_tokens > most:
             raise sampling.context_error(most)
     task = prepare_task(config)
-    check_graders(task.train_problems(), config.task.rewards, config.grading if trial else None)
+    try:
+        check_graders(task.train_problems(), config.task.rewards, config.grading if trial else None)
+    except NotLoadedError as error:
+        is_here = path_exists(folder) or cached_commit(path, "model", config.model.revision) is not None
+        raise ConfigError(f"{error}{'' if is_here else ' --model FOLDER'}") from None
     return task
 
 
@@ -192,10 +198,10 @@ def check_model_and_task(config: RunConfig, setting: str) -> None:
     """Raise ConfigError, with `setting`, for a bundled model on another task, or for another model without a task."""
     path = config.model.path
     if (task := BUNDLED_MODELS.get(path, config.task.name)) != config.task.name:
-        advice = (
-            f"add --model MODEL, a folder or hub id such as Qwen/Qwen2.5-0.5B-Instruct, or take --task {task}"
+        model = "add --model MODEL, a folder or hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+        raise ConfigError(
+            f"{setting}: the bundled model was trained on {task} only; {model}, or take --task {task}"
         )
-        raise ConfigError(f"{setting}: the bundled model was trained on {task} only; {advice}")
     if path not in BUNDLED_MODELS and "task" not in config.model_fields_set:
         names = ", ".join((*generated_tasks(), *DATASETS))
         raise ConfigError(
@@ -249,12 +255,8 @@ def extreme_settings(config: RunConfig) -> Iterator[str]:
             setting, space, model = key.partition(" ")
             yield f"{setting} = {value:g} is extreme{space}{model}, {limit}: {reason}"
     bounds, method = config.bounds, METHODS[config.bounds.method]
-    if (
-        method.control
-        or method.without_bounds
-        or isinstance(bounds, CustomSettings)
-        or bounds == bounds.published()
-    ):
+    is_changed = not isinstance(bounds, CustomSettings) and bounds != bounds.published()
+    if method.control or method.without_bounds or not is_changed:
         return
     usual, chosen = (settings.ratio_bounds()(np.log([0.5])) for settings in (bounds.published(), bounds))
     low, high = (float(end[0]) for end in chosen)
@@ -284,14 +286,10 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
             f"{others} give the same run; use --set optim.updates=4 or more to compare methods"
         )
     if 0 < last <= lag:
-        warnings.append(
-            f"sampling.max_lag = {lag}: with steps = {last} the initial weights sample every batch"
-        )
+        warnings += [f"sampling.max_lag = {lag}: with steps = {last} the initial weights sample every batch"]
     if config.optim.warmup_steps >= last * updates:
-        counts = f"the warm-up is {config.optim.warmup_steps} updates, the run {last * updates}"
-        warnings.append(
-            f"the learning rate never reaches {config.optim.lr:g}: {counts}; see --set optim.warmup_steps=N"
-        )
+        counts = f"{config.optim.lr:g}: the warm-up is {config.optim.warmup_steps} updates, the run {last * updates}"
+        warnings.append(f"the learning rate never reaches {counts}; see --set optim.warmup_steps=N")
     # The step of the best checkpoint needs an evaluation. If the only evaluations are those before the first and after
     # the last step, there is nothing to compare, and no interval of checkpoints changes that.
     saved, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric

@@ -114,10 +114,8 @@ def copy_parent(fork: Fork, folder: RunFolder) -> dict[str, object]:
         copy_checkpoint(checkpoint, folder.checkpoint_dir(step), fork.progress, fork.keeps_batch)
     except (OSError, UserError) as error:
         remove_tree(folder.path)
-        there = path_exists(checkpoint)
-        raise (
-            RunError(f"{checkpoint}: cannot be copied: {error}") if there else _removed(checkpoint)
-        ) from error
+        damage = RunError(f"{checkpoint}: cannot be copied: {error}")
+        raise (damage if path_exists(checkpoint) else _removed(checkpoint)) from error
     path = fork.run.path.absolute()
     about = {"run": str(relative_to_cwd(path)), "path": str(path), "step": step}
     earlier = next(iterate_forks(fork.run.path), None)

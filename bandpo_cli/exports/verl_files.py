@@ -103,9 +103,8 @@ def batch_arithmetic(config: RunConfig, gpus: int, problems: int) -> list[str]:
          f"an update has {prompts} / {updates} × {samples} = {per_update:,} completions (sampling.prompts / "
          f"optim.updates × sampling.samples), and verl needs a multiple of the {gpus} GPUs"),
     ]  # fmt: skip
-    for fails, message in checks:
-        if fails:
-            raise ConfigError(message)
+    if failing := [message for fails, message in checks if fails]:
+        raise ConfigError("; ".join(failing))
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     tokens = tokens_per_micro_batch(config)
     return [

@@ -160,9 +160,7 @@ def _parse(latex: str) -> list[Any]:
     """Return the parsed expression in a list, or an empty list if `latex` cannot be parsed."""
     latex = latex.replace("\n", " ").strip()
     modes = {"fallback_mode": "no_fallback", "extraction_mode": "first_match"}
-    return [
-        _with_imaginary_unit(part) for part in parse(f"${latex}$", [_LATEX], parsing_timeout=None, **modes)
-    ]
+    return [*map(_with_imaginary_unit, parse(f"${latex}$", [_LATEX], parsing_timeout=None, **modes))]
 
 
 def _with_imaginary_unit(expression: Any) -> Any:

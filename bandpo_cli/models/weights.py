@@ -334,9 +334,8 @@ def _shard_errors(ranks: Ranks) -> Iterator[None]:
         if own is not None and not isinstance(own, Exception):
             raise own from None
         rank, cause = min(failures.items(), key=lambda item: item[0])
-        raise ShardError(
-            f"{reason_of(cause)} (rank {rank})" if ranks.size > 1 else reason_of(cause)
-        ) from cause
+        where = f" (rank {rank})" if ranks.size > 1 else ""
+        raise ShardError(f"{reason_of(cause)}{where}") from cause
 
 
 def reason_of(error: BaseException) -> str:

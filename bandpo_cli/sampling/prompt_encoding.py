@@ -346,9 +346,8 @@ def _check_questions(
     sample, all_texts = problems[:COMPARED], [_texts(problem) for problem in problems[:COMPARED]]
     decoded = ["".join(text for text, _ in encoder.pieces(item.token_ids)) for item in prompts[:COMPARED]]
     # Tokenizers may change spaces and forms of characters.
-    plain = [
-        "".join(compatibility_form(text).split()) for text in (*decoded, *chain.from_iterable(all_texts))
-    ]
+    compared = (*decoded, *chain.from_iterable(all_texts))
+    plain = ["".join(compatibility_form(text).split()) for text in compared]
     read, written = plain[: len(decoded)], iter(plain[len(decoded) :])
     for problem, prompt, texts, text_read in zip(sample, prompts, all_texts, read, strict=False):
         texts = [*islice(written, len(texts))]

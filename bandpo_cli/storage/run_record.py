@@ -48,22 +48,15 @@ _MODULE_NAME = re.compile(r'"(?:\w+:)?(\w+):\w+"')
 
 @dataclass(frozen=True)
 class Summary:
-    """The content of `summary.json`: all keys, and how the run ended (None where the file has no valid status)."""
+    """The content of `summary.json`: how the run ended (None where the file has no valid status), and all keys.
+
+    `error` is the exception that ended the run, `stopped_by` the criterion of `stop` that did.
+    """
 
     status: RunStatus | None
     content: Record
-
-    @property
-    def error(self) -> str | None:
-        """The exception that ended the run."""
-        error = self.content.get("error")
-        return None if error is None else str(error)
-
-    @property
-    def stopped_by(self) -> str | None:
-        """The criterion of `stop` that ended the run before its last step."""
-        reason = self.content.get("stopped_by")
-        return None if reason is None else str(reason)
+    error: str | None
+    stopped_by: str | None
 
 
 @dataclass(frozen=True)
@@ -106,7 +99,8 @@ def read_summary(run: Path) -> Summary | None:
         return None
     content = read_json_object(run / SUMMARY_FILE, max_bytes=MAX_CONFIG_BYTES)
     status = content.get("status")
-    return Summary(status if status in get_args(RunStatus) else None, content)
+    reasons = (None if content.get(key) is None else str(content[key]) for key in ("error", "stopped_by"))
+    return Summary(status if status in get_args(RunStatus) else None, content, *reasons)
 
 
 def parent_of(env: Record) -> str | None:

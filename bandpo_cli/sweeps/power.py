@@ -12,6 +12,7 @@ from scipy.special import chdtri
 
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.evaluation.verdicts import ALPHA, observations
+from bandpo_cli.paths import path_exists
 from bandpo_cli.reports.run_tables import common_sets, read_runs
 from bandpo_cli.reports.run_variants import select_runs
 from bandpo_cli.storage.run_folder import RunFolder
@@ -22,6 +23,8 @@ from bandpo_cli.sweeps.scheduler import visible_gpus
 
 FACTORS = (0.5, 1, 2, 4, 8)
 """Multiples of the pilot's number of problems that a plan has rows for."""
+
+_ADVICE = "give a sweep that finished with evaluations, such as: bandpo sweep --method band,clip --seeds 0,1"
 
 
 class Components(NamedTuple):
@@ -68,12 +71,16 @@ def plan_power(
     if not 0 < difference < 1:
         raise UserError(f"--power {difference:g}: a difference of accuracies above 0 and below 1, as in 0.02")
     selection = select_runs([pilot], runs_dir, baseline)
-    runs = read_runs(selection.runs).runs
-    if runs.empty:
-        raise UserError(f"--pilot {pilot}: no finished run; bandpo report gives the reasons")
+    tables = read_runs(selection.runs)
+    if (runs := tables.runs).empty:
+        reasons = [f"; {run.run}: {run.reason}" for run in tables.excluded[:1]]
+        raise UserError(f"--pilot {pilot}: no run can be used{''.join(reasons)}; {_ADVICE}")
     sets, scores = common_sets(runs), dict[str, dict[int, dict[str, float]]]()
     for (variant, seed), folder, steps in zip(runs.index, runs["folder"], runs["steps"], strict=True):
-        scores.setdefault(variant, {})[seed] = _by_problem(folder / "evals" / f"step-{steps:06d}.json", sets)
+        path = folder / "evals" / f"step-{steps:06d}.json"
+        if not path_exists(path):
+            raise UserError(f"--pilot {pilot}: {path} is missing, the evaluation at the last step; {_ADVICE}")
+        scores.setdefault(variant, {})[seed] = _by_problem(path, sets)
     check_baseline(baseline, scores)
     first = selection.baseline if selection.baseline in scores else next(iter(scores))
     seeds = sorted(set.intersection(*map(set, scores.values())))
@@ -99,9 +106,8 @@ def plan_power(
     for problems in sorted({max(2, round(factor * len(ids))) for factor in FACTORS}):
         variance = components.seed + components.cell / problems
         chi_squared = (degrees, chdtri(degrees, 0.05), chdtri(degrees, 0.95))
-        needed, low, high = (
-            observations(difference * math.sqrt(x / degrees / variance), alpha) for x in chi_squared
-        )
+        scaled = (difference * math.sqrt(x / degrees / variance) for x in chi_squared)
+        needed, low, high = (observations(change, alpha) for change in scaled)
         left = difference**2 / z_squared - components.problem / problems
         elsewhere = max(needed, math.ceil(variance / left)) if left > 0 else None
         lengths = [START_S + timed[0] + timed[1] * problems / len(ids)] * (needed * (1 + len(found)))

@@ -166,9 +166,8 @@ def _problems_digest(train: Sequence[Problem], heldout: Mapping[str, Sequence[Pr
     for label, problems in (("", train), *heldout.items()):
         digest.update(f"{label}\n".encode())
         for problem in problems:
-            digest.update(
-                f"{problem.id}\n{problem.prompt}\n{problem.answer}\n".encode(errors="surrogatepass")
-            )
+            text = f"{problem.id}\n{problem.prompt}\n{problem.answer}\n"
+            digest.update(text.encode(errors="surrogatepass"))
     return digest.hexdigest()
 
 

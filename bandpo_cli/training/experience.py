@@ -51,8 +51,8 @@ class MicroBatch(NamedTuple):
     """
 
     tokens: TokenBatch
-    span: torch.Tensor
-    sequences: torch.Tensor
+    span: Tensor
+    sequences: Tensor
 
 
 Batch = TypeVar("Batch", bound=LossBatch)
@@ -78,9 +78,7 @@ class OldPolicy(NamedTuple):
     is_exact: bool
 
 
-def old_policy(
-    groups: Sequence[Group], loss: PolicyLoss, sampler_is_exact: bool, is_first: bool
-) -> OldPolicy:
+def old_policy(groups: Sequence[Group], loss: PolicyLoss, is_exact: bool, is_first: bool) -> OldPolicy:
     """Choose where an update takes its values under π_old from; `is_first` for the first update after sampling.
 
     The ratio is taken to the sampler's log-probs if `objective.old_logprobs` says so, and in later updates if they are
@@ -93,14 +91,14 @@ def old_policy(
     lacks_entropy = objective.top_entropy is not None and not all(
         len(item.entropies) == len(item.token_ids) for item in completions
     )
-    all_tokens = lacks_entropy or (objective.all_token_metrics and not sampler_is_exact)
-    if objective.old_logprobs == "sampler" or (sampler_is_exact and not is_first):
+    all_tokens = lacks_entropy or (objective.all_token_metrics and not is_exact)
+    if objective.old_logprobs == "sampler" or (is_exact and not is_first):
         measured: Pass | None = "own pass" if is_first else None
         if lacks_entropy or (all_tokens and not is_first):
             measured = "extra pass"
-        return OldPolicy("sampler", measured, all_tokens, sampler_is_exact)
+        return OldPolicy("sampler", measured, all_tokens, is_exact)
     source: Pass = "own pass" if is_first and not (loss.needs_all_tokens or lacks_entropy) else "extra pass"
-    return OldPolicy(source, source, all_tokens, sampler_is_exact)
+    return OldPolicy(source, source, all_tokens, is_exact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +121,15 @@ class Experience(LossBatch):
     """
 
     groups: Sequence[Group]
-    has_loss: torch.Tensor
+    has_loss: Tensor
     micro_batches: Sequence[MicroBatch]
-    order: torch.Tensor | None
-    sampler_logprobs: torch.Tensor
+    order: Tensor | None
+    sampler_logprobs: Tensor
     loss: PolicyLoss
     old: OldPolicy
-    trainer_logprobs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    entropy_threshold: torch.Tensor | None = None
+    trainer_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    entropy_threshold: Tensor | None = None
     left_out: Experience | None = None
 
     @property
@@ -144,7 +142,7 @@ class Experience(LossBatch):
         """Whether the pass of the update gives the entropies under π_old."""
         return self.old.measured == "own pass" and not (self.old.is_exact and self.entropy is not None)
 
-    def loss_weights(self, aggregation: str, max_tokens: int) -> torch.Tensor:
+    def loss_weights(self, aggregation: str, max_tokens: int) -> Tensor:
         """Return the weight of each token in the loss of the update, [N] float32, by `objective.aggregation`."""
         has_loss = torch.cat([part.has_loss for part in self.parts])
         lengths = torch.cat([part.lengths for part in self.parts])
@@ -158,12 +156,12 @@ class Experience(LossBatch):
         """The number of tokens, N."""
         return len(self.sampler_logprobs)
 
-    def dropped(self, logprobs: torch.Tensor) -> torch.Tensor | None:
+    def dropped(self, logprobs: Tensor) -> Tensor | None:
         """Return which tokens the off-policy mask drops, bool [N], for log π [N] in the update; None without it."""
         threshold = self.loss.objective.off_policy_mask
         return None if threshold is None else off_policy_tokens(logprobs, self, threshold)
 
-    def trained_advantages(self, logprobs: torch.Tensor) -> torch.Tensor:
+    def trained_advantages(self, logprobs: Tensor) -> Tensor:
         """Return the advantages, and 0 for masked, dropped and not chosen tokens, which have no policy loss, [N]."""
         masked = None if self.importance_weights is None else self.importance_weights == 0
         others = None if self.chosen is None else ~self.chosen
@@ -173,7 +171,7 @@ class Experience(LossBatch):
                 advantages = advantages.masked_fill(mask, 0.0)
         return advantages
 
-    def batch(self, part: MicroBatch, logprobs: torch.Tensor) -> LossBatch:
+    def batch(self, part: MicroBatch, logprobs: Tensor) -> LossBatch:
         """Return the values of the tokens of one of `micro_batches`.
 
         `logprobs`, [n], are those of the pass of the update, which may be the source of the values under π_old.
@@ -194,7 +192,7 @@ class Experience(LossBatch):
             return self._under_trainer(batch, logprobs.detach())
         return batch
 
-    def _under_trainer(self, batch: Batch, logprobs: torch.Tensor) -> Batch:
+    def _under_trainer(self, batch: Batch, logprobs: Tensor) -> Batch:
         """Return n tokens with the ratio taken to log-probs of π_old by the trainer, [n] float32.
 
         Importance weights and the columns of the method follow from them.
@@ -206,7 +204,7 @@ class Experience(LossBatch):
         columns = self.loss.prepare(logprobs, batch.advantages, *sampled)
         return replace(batch, old_logprobs=logprobs, importance_weights=weights, columns=columns)
 
-    def gather(self, ranks: Ranks, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def gather(self, ranks: Ranks, columns: Sequence[Tensor]) -> list[Tensor]:
         """Return the values of all ranks, [N] each, in the order of the update.
 
         `columns` are of one dtype and have the values of the tokens of `micro_batches`, one after another.
@@ -216,7 +214,7 @@ class Experience(LossBatch):
             return gathered
         return [torch.empty_like(column).index_copy_(0, self.order, column) for column in gathered]
 
-    def measured(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
+    def measured(self, logprobs: Tensor, entropy: Tensor | None) -> Experience:
         """Return the experience with log-probs and entropies (None: those of the sampler) by the trainer, [N] float32.
 
         The ratio is taken to these log-probs unless its source is the sampler.
@@ -227,7 +225,7 @@ class Experience(LossBatch):
             return experience
         return self._under_trainer(experience, logprobs)
 
-    def updated(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
+    def updated(self, logprobs: Tensor, entropy: Tensor | None) -> Experience:
         """Return the experience after its update, whose pass gave these values; it may be a pass under π_old."""
         return self.measured(logprobs, entropy) if self.old.measured == "own pass" else self
 
@@ -246,7 +244,7 @@ def prepare_updates(
     policy: Policy,
     reference: Policy | None,
     groups: Sequence[Group],
-    advantages_PG: torch.Tensor,
+    advantages_PG: Tensor,
     loss: PolicyLoss,
     config: RunConfig,
     sampler_is_exact: bool,
@@ -325,7 +323,7 @@ def adapted(policy: Policy, experience: Experience, temperature: float) -> Exper
     return replace(experience, columns={**experience.columns, **columns})
 
 
-def active_groups(advantages_PG: torch.Tensor) -> torch.Tensor:
+def active_groups(advantages_PG: Tensor) -> Tensor:
     """Return which groups have an advantage that is not 0, [P] bool; the first one where none has.
 
     An update without any token would leave the moments of AdamW as they are; with a gradient of 0 they decay.
@@ -338,12 +336,12 @@ def active_groups(advantages_PG: torch.Tensor) -> torch.Tensor:
 
 def _sampled(
     groups: Sequence[Group],
-    advantages_PG: torch.Tensor,
-    has_loss_PG: torch.Tensor,
+    advantages_PG: Tensor,
+    has_loss_PG: Tensor,
     loss: PolicyLoss,
     old: OldPolicy,
     device: torch.device,
-    chosen_P: torch.Tensor,
+    chosen_P: Tensor,
 ) -> Experience:
     """Return the experience of the chosen groups with the values of the sampler, without micro-batches."""
     groups, advantages = [*compress(groups, chosen_P.tolist())], advantages_PG[chosen_P].flatten().to(device)
@@ -383,9 +381,8 @@ def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int)
     completions_PG = [[rollout.completion.marked_ids for rollout in group.rollouts_G] for group in groups]
     lengths_PG = [[*map(len, completions_G)] for completions_G in completions_PG]
     owners_PG = np.array(balanced_owners([*map(len, prompts_P)], lengths_PG, ranks.size))
-    token_owners = owners_PG.repeat(
-        [len(item.completion.token_ids) for group in groups for item in group.rollouts_G]
-    )
+    rollouts = [rollout for group in groups for rollout in group.rollouts_G]
+    token_owners = owners_PG.repeat([len(rollout.completion.token_ids) for rollout in rollouts])
     sequences, tokens = (np.flatnonzero(owners == ranks.rank) for owners in (owners_PG, token_owners))
     batches = []
     own_rows = shared_rows(prompts_P, completions_PG, (owners_PG == ranks.rank).tolist())
@@ -404,7 +401,7 @@ def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int)
 
 def _forward(
     policy: Policy, experience: Experience, temperature: float, with_entropy: bool = True
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Return log-probs, and entropies if asked for, of the tokens of all ranks, [N] each."""
     outputs = []
     with policy.passes() as model:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.panel import Panel
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
-from bandpo_cli.cli.console import ExperimentView, print_settings
+from bandpo_cli.cli.console import ExperimentView, print_line, print_settings
 from bandpo_cli.cli.eval import histogram, print_comparison, print_scores, ungraded_line
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.cli.sweep import plan_table, seconds_left, variants_table
@@ -262,6 +262,20 @@ def test_the_summary_has_the_phases_of_all_steps_also_those_before_a_resume():
     )
     assert f"a step      {expected}" in out.getvalue()
     assert phases_text({"time/step": 2.0, "time/eval": 2.0}, 0) == "", "no step trained"
+
+
+def test_no_line_of_a_terminal_ends_between_a_number_and_its_unit():
+    quantities = ("0.49 s)", "≤ 8 tokens", "T = 1", "64 prompts", "× 16 = 1,024 completions")
+    for width in range(40, 100):
+        out = io.StringIO()
+        console = Console(file=out, width=width, force_terminal=True, color_system=None)
+        print_line(
+            console,
+            "grading 1% (0.49 s), answers of ≤ 8 tokens, T = 1, 64 prompts × 16 = 1,024 completions",
+            "a",
+        )
+        assert all(quantity in out.getvalue() for quantity in quantities)
+        assert max(map(len, out.getvalue().splitlines())) <= width
 
 
 def test_shares_of_completions_that_are_flagged():

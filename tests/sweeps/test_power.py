@@ -115,7 +115,9 @@ def test_a_damaged_or_missing_evaluation_is_named(tmp_path: Path) -> None:
     ):
         plan_power(pilot, 0.02, tmp_path, jobs=1)
     path.unlink()
-    with pytest.raises(UserError, match=r"kl-s1/evals/step-000004\.json"):
+    with pytest.raises(
+        UserError, match=r"kl-s1/evals/step-000004\.json is missing.*; give a sweep that finished"
+    ):
         plan_power(pilot, 0.02, tmp_path, jobs=1)
 
 
