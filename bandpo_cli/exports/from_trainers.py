@@ -62,6 +62,10 @@ class Translation:
         for key in self._defaults - tags.keys():
             if key in own and own[key] == self.settings[key][0]:
                 del self.settings[key]
+        try:
+            resolve([self.layer()])
+        except ConfigError as error:
+            self.missing.append(f"bandpo train refuses these settings together: {error}")
 
     def __getitem__(self, key: str) -> Any:
         """Return a value, the keys of a section, or the default of the other trainer."""

@@ -102,6 +102,13 @@ def test_arguments_of_trl_have_the_settings_of_their_meaning(given, expected):
     resolve([Translation("trl", BASE | {"num_processes": 1} | given).layer()])
 
 
+def test_settings_that_a_run_would_refuse_are_reported():
+    given = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "num_processes": 1}
+    assert (
+        "entropy_target = 0.2 replaces; leave one of them out" in Translation("trl", BASE | given).missing[-1]
+    )
+
+
 @pytest.mark.parametrize("method", LOSSES)
 def test_the_overrides_of_an_export_become_the_same_run(method, tmp_path):
     """`export verl` and `configs --from verl` are inverse: an interval is `clip` whatever its name was."""
