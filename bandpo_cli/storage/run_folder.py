@@ -11,6 +11,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -49,6 +50,7 @@ _OTHER_FOLDERS = {
 """What a folder with this file is if it is not a run, and the commands that take it."""
 
 
+@dataclass(frozen=True)
 class ExperimentFolder:
     """`runs/<name>/` of a run or an evaluation.
 
@@ -61,8 +63,7 @@ class ExperimentFolder:
     kind: ClassVar[str]
     marker: ClassVar[str]
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     @classmethod
     def create(cls, runs_dir: Path, name: str) -> Self:
