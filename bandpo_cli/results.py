@@ -45,6 +45,7 @@ from bandpo_cli.storage.run_record import (
     EVALUATION_COLUMNS,
     completions_path,
     iterate_evaluations,
+    last_change,
     parent_of,
     read_stored_run,
     read_summary,
@@ -241,7 +242,10 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
     hardware = env.get("hardware")
     changed = changed_settings(config, on_gpu=isinstance(hardware, Mapping) and bool(hardware.get("gpus")))
     table = read_metrics_table(folder.metrics_path)
-    points = {str(name): [*column.dropna().items()] for name, column in table.items()}
+    points: dict[str, list[Any]] = {str(name): [*column.dropna().items()] for name, column in table.items()}
+    begin = last_change(path)[0]
+    for key in filter(lambda name: name.startswith("eval/"), points):
+        points[key] = [point for point in points[key] if point[0] > begin] or points[key]
     times = {
         key: sum(seconds for _, seconds in values)
         for key, values in points.items()
@@ -409,8 +413,8 @@ def tokens(run: Path | str, step: int, runs_dir: Path | str = "runs") -> DataFra
         raise UserError(f"step {step}: its tokens are not recorded in {folder.path}; recorded: {recorded}")
     values = read_token_values(tables[step])
     completion = np.repeat(np.arange(len(values.lengths)), values.lengths)
-    texts = np.asarray(values.texts, dtype=object)
-    columns = {"completion": completion, "token": texts[values.text_index]}
+    columns = {"completion": completion, "token": np.asarray(values.texts, dtype=object)[values.text_index]}
     columns["advantage"] = values.advantage[completion]
-    numbers = ("old_logprob", "ratio", "entropy", "lower", "upper", "importance", "clipped")
-    return pd.DataFrame(columns | {name: getattr(values, name) for name in numbers})
+    for name in ("old_logprob", "ratio", "entropy", "lower", "upper", "importance"):
+        columns[name] = getattr(values, name).astype(np.float32)  # in float16 pandas counts up to 65,504
+    return pd.DataFrame(columns | {"clipped": values.clipped})

@@ -138,7 +138,8 @@ def check_keys(
         raise PydanticCustomError(
             "section", "a section is expected here, with keys below it: {known}", {"known": ", ".join(known)}
         )
-    for key in (key for key in values if key not in known):
+    unknown = [key for key in values if key not in known]
+    for key in unknown:
         having = [peer for peer, settings in peers.items() if key in settings.model_fields]
         name, value = str(key), values[key]
         while isinstance(value, dict) and value and setting_for(name) is None:
@@ -148,19 +149,17 @@ def check_keys(
         near = f" (did you mean '{meant}'?)" if meant else nearest(str(key), known)
         near = "; indent it below its section" if meant == key else near
         more = f" and {len(having) - _MAX_PEERS} more" if len(having) > _MAX_PEERS else ""
-        elsewhere = (
-            f"; a setting of {', '.join(having[:_MAX_PEERS])}{more}: add {tag}: {having[0]}" if having else ""
-        )
-        if (
-            key == "grader" and "rewards" in known
-        ):  # the grader of a generated task is fixed; others can be added
+        peers_text = f"{', '.join(having[:_MAX_PEERS])}{more}"
+        elsewhere = f"; a setting of {peers_text}: add {tag}: {having[0]}" if having else ""
+        if key == "grader" and "rewards" in known:  # that of a generated task is fixed; others can be added
             grader = trainer_keys("rewards").get(str(values[key]), values[key])
             elsewhere += (
                 f", or add a reward to its own: --set 'task.rewards=[{{}}, {{grader: \"{grader}\"}}]'"
             )
         raise key_error(
             name if meant else key,
-            f": no such setting{of}{near}; known: {', '.join(known) or 'none'}{elsewhere}",
+            f": no such setting{of}{near}; known: {', '.join(known) or 'none'}{elsewhere}"
+            + (f"; also unknown: {', '.join(map(str, unknown[1:]))}" if len(unknown) > 1 else ""),
         )
     return values
 
@@ -168,7 +167,7 @@ def check_keys(
 def describe_error(error: ValidationError, within: Sequence[str] = ()) -> tuple[str, list[int | str]]:
     """Return the first error as `key = value: what is wrong and what is allowed`, and the parts of its key.
 
-    The text ends with the number of further errors. `within` are the keys of the section that was validated, if it was
+    The text ends with the keys of further errors. `within` are the keys of the section that was validated, if it was
     not a complete configuration.
     """
     first, *others = error.errors(include_url=False)
@@ -196,7 +195,8 @@ def describe_error(error: ValidationError, within: Sequence[str] = ()) -> tuple[
         value = value if len(value) <= 80 else f"{value[:77]}..."
         message = f"{path} = {value}: {message[0].lower()}{message[1:]}"
     if others:
-        message += f" (and {len(others)} more)"
+        keys = (str(other.get("ctx", {}).get("key") or ".".join(map(str, other["loc"]))) for other in others)
+        message += f"; then also {', '.join(dict.fromkeys(keys))}"
     return message, parts
 
 

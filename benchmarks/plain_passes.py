@@ -71,7 +71,7 @@ def actions(path: str, prompts: int, tokens: int, compiled: bool = False) -> dic
     groups = [group(index) for index in range(prompts)]
     advantages = torch.tensor([1.0, -1.0]).repeat(prompts, SAMPLES // 2)
     optimizer = Optimizer(model, config.optim, total_updates=10**6)
-    loss = policy_loss(config.bounds.at_step(1, 10), config.objective)
+    loss = policy_loss(config.bounds, config.objective)
 
     def update() -> None:
         experiences = prepare_updates(policy, None, groups, advantages, loss, config, sampler_is_exact=True)

@@ -157,7 +157,7 @@ def test_every_long_completion_gets_a_verdict_and_a_short_vote(text):
     problems = [Problem("p", "", "5", "t", grader, {"numbers": "2 3"}) for grader in ("number", "countdown")]
     with GraderPool(GradingConfig()) as pool:
         grades = pool.grade(problems, [text, text])
-        assert not pool.errors
+        assert not any(use.error for use in pool.uses.values())
     assert {grade.verdict for grade in grades} <= VERDICTS
     for vote in (vote_expression, vote_number, vote_countdown):
         assert len(vote(text) or "") <= 6 * MAX_ANSWER_CHARS
@@ -185,8 +185,8 @@ def test_long_numbers_of_a_problem_give_one_short_error_line():
     problem = Problem("p", "", "5", "t", "countdown", {"numbers": "x" * 100_000 + "\n\x1b"})
     with GraderPool(GradingConfig()) as pool:
         assert [grade.verdict for grade in pool.grade([problem], ["2+3"])] == ["grader-error"]
-        assert len(pool.errors["countdown"]) <= 1000
-        assert pool.errors["countdown"].isprintable()
+        assert len(pool.uses["countdown"].error) <= 1000
+        assert pool.uses["countdown"].error.isprintable()
 
 
 def test_canonical_text_of_a_long_text_is_not_longer():

@@ -4,9 +4,10 @@ import errno
 import json
 import logging
 import os
+import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -73,6 +74,9 @@ def protect_streams() -> None:
             setattr(sys, name, SafeStream(stream))
 
 
+LINE_SECONDS = 60.0
+"""Seconds after which a log file gets a line of progress in any case."""
+
 PLAIN_LINES = 20
 """Approximate number of progress lines in a log file, however long the run or the evaluation."""
 
@@ -132,10 +136,16 @@ def print_warnings(console: Console, lines: Iterable[str], heading: str = "warni
         print_line(console, line, heading, "yellow")
 
 
+_WITHIN_QUANTITY = re.compile(r"(?<=\d) (?=[^\W\d])|(?<=[=×≤≥→]) | (?==)")
+"""The spaces of `0.49 s`, `T = 1` and `≤ 8 tokens`, at which no line is broken."""
+_UNBROKEN = "\ufdd0"  # one of the code points that Unicode reserves for uses inside of a program
+
+
 def print_line(console: Console, line: str, heading: str = "", style: str = "bold") -> None:
     """Print a line without markup, after a heading if there is one.
 
-    A terminal shows it in lines of complete words. In a file it stays one line, and so does a command, to be copied.
+    A terminal shows it in lines of complete words, numbers with their units. In a file it stays one line, and so does a
+    command, to be copied.
     """
     if heading:
         heading += " " if heading.endswith(":") else "  "  # a heading without a colon is a column
@@ -144,7 +154,8 @@ def print_line(console: Console, line: str, heading: str = "", style: str = "bol
         wrapper = textwrap.TextWrapper(
             max(20, console.width), indent, indent, break_long_words=False, break_on_hyphens=False
         )
-        line = "\n".join(chain.from_iterable(map(wrapper.wrap, line.split("\n")))).removeprefix(indent)
+        lines = map(wrapper.wrap, _WITHIN_QUANTITY.sub(_UNBROKEN, line).split("\n"))
+        line = "\n".join(chain.from_iterable(lines)).removeprefix(indent).replace(_UNBROKEN, " ")
     console.print(Text.assemble((heading, style), line), highlight=False, soft_wrap=True)
 
 
@@ -159,14 +170,8 @@ def print_settings(
     console: Console, rows: Iterable[tuple[str, str]], notes: Iterable[str] = (), warnings: Iterable[str] = ()
 ) -> None:
     """Print (heading, text) rows about a command, and the notes and warnings below it."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for heading, text in rows:
-        grid.add_row(heading, Text(text))
-    for index, note in enumerate(notes):
-        grid.add_row("" if index else "data", Text(note))
-    console.print(grid, highlight=False)
+    rows = [*rows, ("data", "\n".join(notes))]
+    print_rows(console, rows, max(len(heading) for heading, _ in rows))
     print_warnings(console, warnings)
 
 
@@ -211,6 +216,8 @@ class ExperimentView(CallbackBase):
 
     spinners: Mapping[str, str] = {}
     """The text beside the spinner, by phase."""
+    announced: Sequence[str] = ()
+    """Phases that may take minutes: a file gets their text as a line."""
 
     def __init__(self, console: Console, runs_dir: Path = Path("runs")) -> None:
         self.console, self.runs_dir = console, runs_dir
@@ -247,6 +254,8 @@ class ExperimentView(CallbackBase):
     def phase(self, name: str) -> None:
         """Show the spinner of a phase that has one."""
         self.spin(self.spinners.get(name))
+        if name in self.announced and not self.console.is_terminal:
+            print_line(self.console, self.spinners[name])
 
     def show_progress(self) -> None:
         """Show progress until `stop_progress`: four times per second on a terminal, elsewhere by `update_progress`."""

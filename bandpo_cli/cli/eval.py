@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping, Sized
 from contextlib import closing
@@ -33,7 +34,7 @@ from bandpo_cli.cli.console import (
 from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.errors import plural
-from bandpo_cli.processes.ranks import launched_name, ranks_to_start
+from bandpo_cli.processes.ranks import RUN_NAME_VARIABLE, ranks_to_start
 from bandpo_cli.types import UNGRADED_VERDICTS
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from bandpo_cli.experiments.eval_plan import EvalPlan
     from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult
 
-eval_app = opt.command_group(invoke_without_command=True)
+eval_app = typer.Typer(**opt.GROUP, invoke_without_command=True)
 
 _OF_SAMPLING = {
     "--model", "--task", "--template", "--n", "--temperature", "--max-tokens", "--sampler", "--limit", "--seed",
@@ -115,7 +116,7 @@ def evaluate(
     from bandpo_cli.storage.run_folder import EvalFolder
 
     console = open_console(stderr=format_ == "json", long_running=True)
-    asked = launched_name() if name is None else name
+    asked = os.environ.get(RUN_NAME_VARIABLE) if name is None else name
     if resume is not None:
         used = "the settings of the evaluation are used"
         opt.refuse_with(context, "--resume", used, lambda name: name not in _OF_RESUME)
@@ -304,7 +305,7 @@ def print_request(console: Console, request: EvalPlan) -> None:
             f"{config.sampling.max_tokens:,} tokens, T = {settings.temperature:g}, seed {config.seed}",
         }
         # Notes that only count problems repeat the row "tasks".
-        notes = [note for note in task.notes() if not note.endswith((" problem", " problems"))]
+        notes = [note for note in task.notes if not note.endswith((" problem", " problems"))]
     print_settings(console, rows.items(), notes)
 
 

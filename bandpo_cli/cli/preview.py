@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bandpo_cli.cli.console import (
+    LINE_SECONDS,
     LOADING,
     ExperimentView,
     format_duration,
@@ -23,7 +24,7 @@ from bandpo_cli.cli.console import (
     print_settings,
     print_warnings,
 )
-from bandpo_cli.cli.train_view import LINE_SECONDS, sample_text, settings_rows
+from bandpo_cli.cli.train_view import sample_text, settings_rows
 from bandpo_cli.config.layers import setting_text, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, plural
@@ -150,7 +151,7 @@ def run_probe(plan: Plan, runs_dir: Path, size: int) -> None:
     """Print the statement of the run, probe it, and print the results, the memory, and the settings to change."""
     console, task = open_console(long_running=True), plan.task
     assert task is not None  # only a resume can be without problems
-    print_settings(console, settings_rows(plan.config, task), task.notes(), plan.warnings)
+    print_settings(console, settings_rows(plan.config, task), task.notes, plan.warnings)
     with closing(ExperimentView(console, runs_dir)) as view:
         view.spinners = {
             "load": LOADING,
@@ -164,9 +165,8 @@ def run_probe(plan: Plan, runs_dir: Path, size: int) -> None:
             nonlocal printed
             left = f"{done} of {plural(total, 'problem')} sampled, about {format_duration(seconds)} left"
             view.spinners = {**view.spinners, "sample": f"{sampling} {left}"}
-            if done < total and time.monotonic() > printed + (
-                math.inf if console.is_terminal else LINE_SECONDS
-            ):
+            is_due = not console.is_terminal and time.monotonic() > printed + LINE_SECONDS
+            if is_due and done < total:
                 view.spin(None)
                 print_rows(console, [("probe", f"{left}, then a trial step")], 10)
                 printed = time.monotonic()
@@ -191,23 +191,34 @@ def print_results(console: Console, config: RunConfig, report: ProbeReport) -> N
     rows = {
         "probe": f"{problems} problems × {samples} = {problems * samples:,} completions of the untrained model",
         "reward": f"mean {metrics['train/reward']:.3g}, from {min(rewards):.3g} to {max(rewards):.3g}"
-        if has_nonbinary_rewards(metrics)
+        if (has_rewards := has_nonbinary_rewards(metrics))
         else "",
         "pass rate": f"{metrics['train/accuracy']:.1%} of the completions are correct; {solved} of {problems} problems "
-        f"are solved at least once (pass@{samples})",
+        f"are solved at least once (pass@{samples})"
+        if solved or not has_rewards
+        else "",
         "groups": f"{useful:.1%} have different rewards; the others have no gradient",
         "lengths": "median {:.0f}, 95% up to {:.0f}, longest {:.0f} tokens; ".format(*lengths)
         + f"{metrics['train/truncated_fraction']:.1%} truncated, "
         f"{metrics['grade/malformed_fraction']:.1%} without a readable answer",
-        "clipping": f"{metrics['clip/active_fraction']:.2%} of the tokens in a trial step of "
-        f"{plural(config.optim.updates, 'update')} on {plural(report.trial_groups, 'group')} at lr "
-        f"{config.optim.lr:g}, ratios up to {metrics['ratio/max']:.3g}; its weights are discarded"
-        if useful
-        else "not measured: no group has different rewards, so no token has a gradient",
+        "clipping": clipping_text(config, report),
         "time": time_text(config, report),
         "a sample": sample_text(rollouts[0]).plain,
     }
     print_rows(console, rows.items(), 10)
+
+
+def clipping_text(config: RunConfig, report: ProbeReport) -> str:
+    """Return the clip fraction and the largest ratio of the trial step, or why they were not measured."""
+    metrics, reason = report.metrics, "no group has different rewards, so no token has a gradient"
+    if "ratio/max" not in metrics:
+        overflow = "its updates were skipped, because the gradient overflows in float16"
+        return f"not measured: {reason if report.update_seconds is None else overflow}"
+    size = f"{plural(config.optim.updates, 'update')} on {plural(report.trial_groups, 'group')}"
+    return (
+        f"{metrics['clip/active_fraction']:.2%} of the tokens in a trial step of {size} at lr {config.optim.lr:g}, "
+        f"ratios up to {metrics['ratio/max']:.3g}; its weights are discarded"
+    )
 
 
 def time_text(config: RunConfig, report: ProbeReport) -> str:

@@ -44,8 +44,9 @@ class StopSignals(CallbackBase):
     """Handlers of SIGINT, SIGTERM and SIGHUP inside the `with` block; the earlier handlers are restored after it.
 
     A signal raises `SignalExit`. Between the events `start` and `phase("close")` of a run, the first SIGINT and the
-    first SIGTERM only set `requested`: a cluster sends SIGTERM to all processes of a job, and a sweep among them sends
-    its runs SIGINT, which together ask for one thing. A repeated SIGHUP is ignored: a closed terminal sends several.
+    first SIGTERM only make `is_requested` return True: a cluster sends SIGTERM to all processes of a job, and a sweep
+    among them sends its runs SIGINT, which together ask for one thing. A repeated SIGHUP is ignored: a closed terminal
+    sends several.
     Outside the main thread, where Python allows no handlers, nothing is installed.
 
     A rank of `--nproc` listens to its parent process alone (`FORWARDED`). torchrun sends SIGTERM to the other ranks
@@ -61,9 +62,8 @@ class StopSignals(CallbackBase):
         self._stack = ExitStack()
         self._arrivals: Callable[[int], int] = lambda number: 1
 
-    @property
-    def requested(self) -> bool:
-        """Whether a signal has arrived."""
+    def is_requested(self) -> bool:
+        """Return whether a signal has arrived."""
         return bool(self._received)
 
     @property
@@ -96,7 +96,7 @@ class StopSignals(CallbackBase):
         self._stack.close()
 
     def start(self, info: Any) -> None:
-        """Let the first signal only set `requested`."""
+        """Let the first signal only make `is_requested` return True."""
         self._deferring = True
 
     def phase(self, name: str) -> None:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import (
+    LINE_SECONDS,
     ExperimentView,
     format_duration,
     make_table,
@@ -189,19 +190,16 @@ def print_power(
     console.print(table)
 
 
-_LINES_EVERY_S = 60.0
-"""Seconds between progress lines where the output is no terminal."""
-
-
 class SweepView(ExperimentView):
     """Console view of a sweep: a live table on a terminal, elsewhere a line when a run ends and every minute."""
 
     spinners: Mapping[str, str] = {
         "tracking": "opening the sweep at MLflow …",
-        "check": "dry runs, one for all runs with the same start …",
-        "trial": "a trial of three steps, for an estimate of the time …",
+        "check": "dry runs, one for all runs with the same start, about 10 seconds each …",
+        "trial": "a trial of three steps, for an estimate of the time; it takes about half a minute …",
         "report": "writing the report …",
     }
+    announced = "check", "trial"
 
     def __init__(self, console: Console, runs_dir: Path) -> None:
         super().__init__(console, runs_dir)
@@ -223,8 +221,8 @@ class SweepView(ExperimentView):
         self.console.print(plan_table(info), highlight=False)
         finished = len(info.runs) - len(info.pending)
         processes = "" if info.ranks == 1 else f"{info.ranks} processes of "
-        runs = f"{len(info.runs)} runs{f', {finished} of them finished' if finished else ''}"
-        self._print(f"{runs}, {info.slots} at a time, {processes}{plural(info.threads, 'thread')} each")
+        line = f"{len(info.runs)} runs{f', {finished} of them finished' if finished else ''}, {info.slots} at a time"
+        print_line(self.console, f"{line}, {processes}{plural(info.threads, 'thread')} each")
         if not info.pending:
             return
         needed, free = (size / 1e9 for size in estimate_disk_space(info, self.runs_dir))
@@ -234,17 +232,14 @@ class SweepView(ExperimentView):
                 line += "; --set checkpoint.keep_last=1 --set checkpoint.keep_best=0 keeps one per run"
             print_line(self.console, line, "warning:" if needed > free else "", "yellow")
         try:
-            estimate = estimate_time(info, self.runs_dir, lambda: self.spin(self.spinners["trial"]))
+            estimate = estimate_time(info, self.runs_dir, lambda: self.phase("trial"))
         finally:
             self.spin(None)
-        if estimate is None:
-            self._print("no time estimate yet, because no finished run has these settings")
-        else:
+        line = "no time estimate yet, because no finished run has these settings"
+        if estimate is not None:
             total, run, source = estimate
-            self._print(f"about {format_duration(total)} in total, {format_duration(run)} per run ({source})")
-
-    def _print(self, text: str = "") -> None:
-        self.console.print(text, highlight=False)
+            line = f"about {format_duration(total)} in total, {format_duration(run)} per run ({source})"
+        print_line(self.console, line)
 
     def phase(self, name: str) -> None:
         """Show the live table while the runs are executed, a spinner in other phases."""
@@ -252,7 +247,7 @@ class SweepView(ExperimentView):
             self.show_progress()
         if name == "report":
             self.stop_progress()
-            self._print()
+            self.console.print()
         super().phase(name)
 
     def step(self, report: States) -> None:
@@ -277,9 +272,9 @@ class SweepView(ExperimentView):
             print_line(self.console, str(result.report_error), "no report:", "yellow")
         else:
             print_report(self.console, result.report)
-            self._print()
+            self.console.print()
         duration = format_duration(time.perf_counter() - self._start)
-        self._print(f"{finished} finished{f' in {duration}' if self._info.pending else ''}")
+        print_line(self.console, f"{finished} finished{f' in {duration}' if self._info.pending else ''}")
         print_rows(self.console, [("MLflow", result.mlflow or "")], 6)
         stopped = (f"{name}: {why}" for name, why in result.stopped.items())
         print_warnings(self.console, stopped, "stopped early")
@@ -295,11 +290,11 @@ class SweepView(ExperimentView):
         return table
 
     def line(self) -> str | None:
-        """Return a line if a run has ended since the last line, or `_LINES_EVERY_S` seconds have passed."""
+        """Return a line if a run has ended since the last line, or `LINE_SECONDS` have passed."""
         ended = sum(state.status in ("finished", "failed", "stopped") for state in self._states.values())
         if ended == self._ended and time.monotonic() < self._next_line:
             return None
-        self._ended, self._next_line = ended, time.monotonic() + _LINES_EVERY_S
+        self._ended, self._next_line = ended, time.monotonic() + LINE_SECONDS
         states = self._states.items()
         running = [f"{name} {run.step}/{run.steps}" for name, run in states if run.status == "running"]
         return self._counts_text() + (f"  running: {', '.join(running)}" if running else "")

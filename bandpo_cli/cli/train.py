@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ from bandpo_cli.cli.console import open_console, print_settings
 from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.errors import UserError
-from bandpo_cli.processes.ranks import launched_name, rank_count, ranks_to_start
+from bandpo_cli.processes.ranks import RUN_NAME_VARIABLE, rank_count, ranks_to_start
 
 if TYPE_CHECKING:
     from bandpo_cli.experiments.monitor import ProfileCallback
@@ -73,7 +74,7 @@ def train(
     layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
     to_start = ranks_to_start(nproc)
     ranks = to_start or rank_count()
-    asked = launched_name() if name is None else name
+    asked = os.environ.get(RUN_NAME_VARIABLE) if name is None else name
     if fork is not None and (resume is not None or probe):
         why = "it starts a new run from a checkpoint"
         raise UserError(f"--fork {fork}: {why}; leave out --resume and --probe")
@@ -129,16 +130,16 @@ def _run(
     rows = [] if task is None else settings_rows(config, task, ranks)
     if plan.text:
         rows.append(("resume" if plan.is_resume else "fork of", plan.text))
-    print_settings(console, rows, [] if task is None else task.notes(), plan.warnings)
+    print_settings(console, rows, [] if task is None else task.notes, plan.warnings)
     if dry_run is not None:
         if task is not None:
             print_dry_run(console, plan)
         return
     with StopSignals() as signals, closing(TrainView(console, runs_dir, signals)) as view:
         callbacks = [view, signals, *([] if profiler is None else [profiler])]
-        result = run_plan(plan, callbacks, lambda: signals.requested)
+        result = run_plan(plan, callbacks, signals.is_requested)
         if result.status != "FINISHED":
             raise SystemExit(signals.exit_code)
-        print_summary(console, config, result)
+        print_summary(console, config, result, plan.first_step)
         if profiler is not None and profiler.phases:
             print_profile(console, profiler)

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.cli.console import (
+    LINE_SECONDS,
     LOADING,
     PLAIN_LINES,
     ExperimentView,
@@ -41,26 +42,13 @@ from bandpo_cli.processes.ranks import launched_ranks
 from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, shell_command
+from bandpo_cli.storage.run_record import last_change
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.sender import tracker_rows
 from bandpo_cli.types import Rollout
 
 if TYPE_CHECKING:
     from bandpo_cli.experiments.monitor import ProfileCallback
-
-BAR_PHASES = {
-    "sample": "sampling",
-    "grade": "grading",
-    "logprobs": "old log-probs",
-    "update": "updating",
-    "sync": "syncing the sampler",
-    "eval": "evaluating",
-    "checkpoint": "writing a checkpoint",
-}
-"""Text beside the bar for the phases of a step that may take long; the keys are the names under `time/`."""
-
-LINE_SECONDS = 60.0
-"""Seconds after which a step has a line of its own in plain output, besides every n-th step."""
 
 CURVES = ("train/reward", "train/accuracy", "train/entropy", "clip/active_fraction")
 """The metrics of the panel; the reward only if rewards are not just 0 and 1."""
@@ -136,7 +124,10 @@ class TrainView(ExperimentView):
         self._history: dict[str, list[float]] = {key: [] for key in CURVES}
         self._held_out: list[tuple[int, str]] = []
         self._last: Mapping[str, Any] = {}
-        self._skipped, self._since_line, self._shows_reward = 0, 0.0, False
+        self._skipped, self._since_line = 0, 0.0
+        # A curve without information: the reward where it is the accuracy, or an accuracy that is always 0, as of
+        # rewards of a scale that never reach 1.
+        self._hidden = "train/reward"
         self._bar = Progress(
             "step",
             MofNCompleteColumn(),
@@ -154,8 +145,11 @@ class TrainView(ExperimentView):
             finishing = f"finishing the record in {places.replace('mlflow', 'MLflow')} …"
             self.spinners = {"load": LOADING, "close": f"writing the plots, {finishing}"}
         self.print_start(info.folder, "run folder", info.notes)
-        for record in RunFolder(info.folder).read_metrics() if info.first_step > 0 else ():
-            self._add_metrics(record)
+        if info.first_step > 0:
+            for record in RunFolder(info.folder).read_metrics():
+                self._add_metrics(record)
+            begin = last_change(info.folder)[0]
+            self._held_out = [evaluation for evaluation in self._held_out if evaluation[0] > begin]
         self._steps, done = info.steps, self._last.get("step", 0)
         self._task = self._bar.add_task("train", total=info.steps, completed=done, phase="")
         self._signals.silent = self.console.is_terminal
@@ -166,7 +160,7 @@ class TrainView(ExperimentView):
         if name == "close":
             self.stop_progress()
         if self.in_progress:
-            self._bar.update(self._task, phase=BAR_PHASES.get(name, ""))
+            self._bar.update(self._task, phase=PHASES.get(name, ""))
             if name == "eval" and not self._last and not self.console.is_terminal:
                 print_line(self.console, "evaluating the policy before the first step …")
         else:
@@ -210,11 +204,13 @@ class TrainView(ExperimentView):
             return None
         self._since_line = 0.0
         clipped, skipped = record.get("clip/active_fraction", math.nan), record.get("optim/skipped_updates")
+        has_reward, has_accuracy = self._hidden != "train/reward", step and self._hidden != "train/accuracy"
+        accuracy = f"training accuracy {record['train/accuracy']:.3f}" if has_accuracy else ""
         parts = [
             f"step {step:>{len(str(self._steps))}}/{self._steps}",
-            f"reward {record['train/reward']:.3f}" if self._shows_reward and "train/reward" in record else "",
-            f"training {accuracy_text(record)}  entropy {record['train/entropy']:.3f} nats  "
-            f"clip fraction {clipped:.2%}  {record['time/step']:.2f} s/step"
+            f"reward {record['train/reward']:.3f}" if has_reward and "train/reward" in record else "",
+            "training answers not graded" if is_not_graded(record) else accuracy,
+            f"entropy {record['train/entropy']:.3f} nats  clip fraction {clipped:.2%}  {record['time/step']:.2f} s/step"
             if step
             else "",
             f"updates skipped {skipped:.0f}" if skipped else "",
@@ -227,7 +223,7 @@ class TrainView(ExperimentView):
         """Return the panel; a request to stop appears at once, and not after the step that it waits for."""
         grid = Table.grid(padding=(0, 2))
         for key in CURVES:
-            if key == "train/reward" and not self._shows_reward:
+            if key == self._hidden:
                 continue
             values = self._history[key]
             last = LABELS[key].text(values[-1]) if values else "…"
@@ -245,7 +241,7 @@ class TrainView(ExperimentView):
             grid.add_row(heading, f"step {step}", Text(metrics))
         sample = None if self._report is None else self._report.sample
         grid.add_row("a sample", "", "" if sample is None else sample_text(sample))
-        requested = self.in_progress and self._signals.requested
+        requested = self.in_progress and self._signals.is_requested()
         stopping = [Text(self._signals.request, style="yellow")] if requested else []
         return Panel(Group(self._bar, grid, *stopping), title="bandpo train", title_align="left")
 
@@ -259,7 +255,10 @@ class TrainView(ExperimentView):
                 values.append(value)
         if held_out := eval_metrics_text(known):
             self._held_out.append((known["step"], held_out))
-        self._shows_reward = self._shows_reward or has_nonbinary_rewards(known)
+        if self._hidden == "train/reward" and has_nonbinary_rewards(known):
+            self._hidden = "train/accuracy"
+        if self._hidden == "train/accuracy" and any(self._history["train/accuracy"]):
+            self._hidden = ""
         self._skipped += int(known.get("optim/skipped_updates", 0))
         self._last = known
 
@@ -267,11 +266,6 @@ class TrainView(ExperimentView):
 def is_not_graded(record: Mapping[str, Any], rates: str = "grade/{}_fraction", error: str = "error") -> bool:
     """Return whether no answer has a verdict, such as in an outage of a judge, so that there is no accuracy."""
     return sum(record.get(rates.format(kind)) or 0.0 for kind in ("timeout", error)) >= 1
-
-
-def accuracy_text(record: Mapping[str, Any]) -> str:
-    """Return the accuracy of a step, or that its answers were not graded."""
-    return "answers not graded" if is_not_graded(record) else f"accuracy {record['train/accuracy']:.3f}"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -288,7 +282,8 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 def eval_metrics_text(record: Mapping[str, float]) -> str:
     """Return an evaluation's metrics in one line, such as `mean@16 0.31 · pass@4 0.62`; "" when the step had none.
 
-    The mean reward is the first metric unless it equals mean@n. The metrics of several sets follow the set's label.
+    The mean reward is the first metric unless it equals mean@n, and the only one if no completion is correct. The
+    metrics of several sets follow the set's label.
     """
     by_set: dict[str, list[str]] = {}
     for key, value in record.items():
@@ -297,7 +292,8 @@ def eval_metrics_text(record: Mapping[str, float]) -> str:
             if match[2] == "mean" and reward is not None and reward != value:
                 metrics.append(f"reward {reward:.3f}")
             unknown = is_not_graded(record, f"eval/{match[1]}/{{}}_rate", "grader_error")
-            metrics.append(f"{match[2]}@{match[3]} {'not graded' if unknown else f'{value:.3f}'}")
+            if unknown or value or reward in (None, value):
+                metrics.append(f"{match[2]}@{match[3]} {'not graded' if unknown else f'{value:.3f}'}")
     if len(by_set) == 1:
         return " · ".join(*by_set.values())
     return "  ".join(f"{label}: {' · '.join(metrics)}" for label, metrics in by_set.items())
@@ -320,16 +316,33 @@ def sample_text(rollout: Rollout) -> Text:
     return Text.assemble((question, "dim"), " → ", text, " → ", reward, verdict)
 
 
-def print_summary(console: Console, config: RunConfig, result: RunResult) -> None:
-    """Print the metrics of a finished run, its folder, and how to open it in MLflow."""
+def print_summary(console: Console, config: RunConfig, result: RunResult, first_step: int = 0) -> None:
+    """Print the metrics of a finished run, its folder, and how to open it in MLflow.
+
+    This process has done the steps from `first_step` on. A value from before a fork that changed what it measures is
+    not compared with later ones.
+    """
+    changed_at, changed = last_change(result.folder)
     steps = [record for record in result.records if "train/accuracy" in record]
+    seconds = sum(record["time/step"] for record in result.records if record["step"] >= first_step)
+    earlier = sum(record["step"] < first_step for record in steps)
+    done = f"{plural(len(steps) - earlier, 'step')} in {seconds:.0f} s"
+    done += f", after {plural(earlier, 'earlier step')}" if earlier else ""
+    if "task." in changed:
+        steps = [record for record in steps if record["step"] > changed_at]
     times = Counter[str]()
     for record in result.records:
         times.update({key: value for key, value in record.items() if key.startswith("time/")})
     graded = [record for record in steps if not is_not_graded(record)]
     held_out = [(record["step"], text) for record in result.records if (text := eval_metrics_text(record))]
-    lines = [f"step {step:>4}  {text}" for step, text in [*held_out[:1], *held_out[-1:]]]
-    rows = [("done", f"{len(steps)} steps in {times['time/step']:.0f} s"), ("held-out", "\n".join(lines))]
+    compared = [(step, text) for step, text in held_out if step > changed_at] or held_out
+    lines = [f"step {step:>4}  {text}" for step, text in [*compared[:1], *compared[1:][-1:]]]
+    if len(compared) == 1 < len(held_out):
+        lines.append(f"not comparable with step {held_out[0][0]}, since the fork changed {changed}")
+    rows = [("done", done), ("held-out", "\n".join(lines))]
+    hidden = "reward"
+    if any(map(has_nonbinary_rewards, result.records)):
+        hidden = "" if any(record["train/accuracy"] for record in steps) else "training"
     for heading, key, form in (
         ("reward", "train/reward", "{:.3f} → {:.3f}"),
         ("training", "train/accuracy", "accuracy {:.3f} → {:.3f}"),
@@ -337,12 +350,11 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
     ):
         known = steps if key == "train/entropy" else graded
         values = [value for record in known if (value := record.get(key)) is not None]
-        if values and (heading != "reward" or any(map(has_nonbinary_rewards, result.records))):
+        if values and heading != hidden:
             rows.append((heading, form.format(values[0], values[-1])))
     if ungraded := len(steps) - len(graded):
-        rows.append(
-            ("not graded", f"the answers of {ungraded} of {len(steps)} steps, which have no accuracy")
-        )
+        line = f"the answers of {ungraded} of {len(steps)} steps, which have no accuracy"
+        rows.append(("not graded", line))
     rows.append(("a step", phases_text(times, sum("time/update" in record for record in result.records))))
     rows += [("run folder", str(result.folder)), ("plots", str(result.folder / "plots"))]
     rows += tracker_rows(config.tracking, result.folder)

@@ -110,6 +110,20 @@ class SamplingConfig(Section):
             )
         return self
 
+    def context_error(self, most: int) -> ConfigError:
+        """Return the error for a model that reads at most this number of tokens, fewer than a prompt and its answer."""
+        prompt, completion = self.max_prompt_tokens, self.max_tokens
+        name, rest = ("max_prompt_tokens", completion) if prompt > completion else ("max_tokens", prompt)
+        return ConfigError(
+            f"sampling.max_prompt_tokens = {prompt:,} and sampling.max_tokens = {completion:,} come to "
+            f"{prompt + completion:,} tokens; the model reads at most {most:,}; "
+            + (
+                f"lower one of them, such as --set sampling.{name}={most - rest}"
+                if most > rest
+                else "lower both"
+            )
+        )
+
 
 class GradingConfig(Section):
     """The worker processes that grade answers."""

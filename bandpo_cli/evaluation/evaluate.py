@@ -50,18 +50,25 @@ def regrade_batches(
 
     A batch has about `batch_size` completions; the completions of a problem are never split.
     """
-    for index, (label, stored_P) in enumerate(sets.items()):
-        widest = max(len(stored.completions_G) for stored in stored_P)
-        for start, chunk in chunks(stored_P, batch_size // widest):
-            if (key := PartKey(index, start)) in done:
-                continue
-            pairs = [(stored.problem, completion) for stored in chunk for completion in stored.completions_G]
-            grades = grade([problem for problem, _ in pairs], [completion.text for _, completion in pairs])
-            rows = [
-                eval_row(label, problem, str(problem.prompt), completion, completion_grade)
-                for (problem, completion), completion_grade in zip(pairs, grades, strict=True)
-            ]
-            yield Batch(key, label, rows)
+    widest = max(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P)
+    for batch, chunk in _parts(sets, batch_size // widest, done):
+        pairs = [(stored.problem, completion) for stored in chunk for completion in stored.completions_G]
+        grades = grade([problem for problem, _ in pairs], [completion.text for _, completion in pairs])
+        rows = [
+            eval_row(batch.label, problem, str(problem.prompt), completion, completion_grade)
+            for (problem, completion), completion_grade in zip(pairs, grades, strict=True)
+        ]
+        yield batch._replace(rows=rows)
+
+
+def _parts(
+    sets: Mapping[str, Sequence[_Item]], size: int, done: Container[PartKey]
+) -> Iterator[tuple[Batch, Sequence[_Item]]]:
+    """Yield batches without rows, and the problems of each, at most `size`; skip those of `done`."""
+    for index, (label, items) in enumerate(sets.items()):
+        for start, chunk in chunks(items, size):
+            if (key := PartKey(index, start)) not in done:
+                yield Batch(key, label, []), chunk
 
 
 def chunks(items: Sequence[_Item], size: int) -> Iterator[tuple[int, Sequence[_Item]]]:
@@ -71,9 +78,7 @@ def chunks(items: Sequence[_Item], size: int) -> Iterator[tuple[int, Sequence[_I
         yield start, items[start : start + size]
 
 
-def eval_row(
-    label: str, problem: Problem, prompt: str, completion: StoredCompletion, grade: Grade
-) -> EvalRow:
+def eval_row(label: str, problem: Problem, prompt: str, stored: StoredCompletion, grade: Grade) -> EvalRow:
     """Return the stored row of a completion; `label` is the name of its evaluation set."""
     return EvalRow(
         task=label,
@@ -83,14 +88,14 @@ def eval_row(
         reference=problem.answer,
         grader=problem.grader,
         extra=encode_extra(problem.extra),
-        text=completion.text,
-        answer=voted_answer(completion.text, problem.grader),
+        text=stored.text,
+        answer=voted_answer(stored.text, problem.grader),
         reward=grade.reward if grade.has_reward else None,
         accuracy=float(grade.correct),
         verdict=grade.verdict,
-        length=completion.length,
-        finish_reason=completion.finish_reason,
-        logprob_sum=completion.logprob_sum,
+        length=stored.length,
+        finish_reason=stored.finish_reason,
+        logprob_sum=stored.logprob_sum,
     )
 
 
@@ -140,12 +145,10 @@ def sample_batches(
     of a batch and gets the complete batch.
 
     Args:
-        grade: grades texts [N], each as an answer to its problem [N]; called in another thread.
+        grade: called in another thread.
         sets: problems by label of the evaluation set.
         batch_size: approximate number of completions per batch; the completions of a problem are never split.
-        seed: the run's seed, from which the seeds of the batches are derived.
         version: version of the policy's weights that the sampler must run.
-        done: keys of batches to skip.
         cancel: makes a running call of `grade` end soon; called if the iteration ends early.
         conversations: samples several turns per completion; None for one.
 
@@ -157,27 +160,24 @@ def sample_batches(
 
     # Batches without rows, with this rank's problems of them and their prompts; there may be none.
     requested: deque[tuple[Batch, Sequence[Problem], Sequence[EncodedPrompt]]] = deque()
-    # Batches without rows, with the problem, the prompt, the completion and the grade of each row.
-    sampled: deque[tuple[Batch, list[Problem], list[str], list[StoredCompletion], Future[list[Grade]]]] = (
-        deque()
-    )
+    # Batches without rows, with a function from the grade to each row, and the grades.
+    sampled: deque[tuple[Batch, list[partial[EvalRow]], Future[list[Grade]]]] = deque()
 
     def requests() -> Iterator[tuple[Sequence[Problem], SampleRequest]]:
-        for index, (label, problems_P) in enumerate(sets.items()):
-            set_seed = derive_seed(seed, "eval", label)
-            for start, chunk in chunks(problems_P, batch_size // params.samples):
-                if (key := PartKey(index, start)) not in done:
-                    problems, first = ranks.share(chunk), start + ranks.share_start(len(chunk))
-                    prompts = encoder.encode(problems)
-                    requested.append((Batch(key, label, []), problems, prompts))
-                    # A sampler gives the prompt after the first the next seed: a seed per problem of the set.
-                    yield problems, SampleRequest([prompt.token_ids for prompt in prompts], set_seed + first)
+        for batch, chunk in _parts(sets, batch_size // params.samples, done):
+            own = ranks.share(len(chunk))
+            problems, first = chunk[own], batch.key.start + own.start
+            prompts = encoder.encode(problems)
+            requested.append((batch, problems, prompts))
+            # A sampler gives the prompt after the first the next seed: a seed per problem of the set.
+            first_seed = derive_seed(seed, "eval", batch.label) + first
+            yield problems, SampleRequest([prompt.token_ids for prompt in prompts], first_seed)
 
     def next_batch() -> Batch:
         """Wait for the grades of the first sampled batch, and return it complete, on every rank."""
-        batch, problems, prompts, completions, grades = sampled.popleft()
-        values = zip(problems, prompts, completions, grades.result(), strict=True)
-        return batch._replace(rows=ranks.gather_all([eval_row(batch.label, *row) for row in values]))
+        batch, rows, grades = sampled.popleft()
+        own_rows = [row(grade) for row, grade in zip(rows, grades.result(), strict=True)]
+        return batch._replace(rows=ranks.gather_all(own_rows))
 
     with (
         Wait("the next completions of the evaluation", "it may only be slow", is_work=True),
@@ -189,14 +189,13 @@ def sample_batches(
             answered = problem_per_completion(problems, completions_PG)
             texts = decode_completions(encoder.tokenizer, completions_PG)
             grades = submit(answered, texts)
-            shown = [
-                prompt.text for prompt, group in zip(prompts, completions_PG, strict=True) for _ in group
-            ]
-            stored = [
-                StoredCompletion(text, len(item.token_ids), item.finish_reason, sum(item.logprobs))
-                for text, item in zip(texts, chain.from_iterable(completions_PG), strict=True)
-            ]
-            sampled.append((batch, answered, shown, stored, grades))
+            shown = [item.text for item, group in zip(prompts, completions_PG, strict=True) for _ in group]
+            rows = []
+            values = zip(answered, shown, texts, chain.from_iterable(completions_PG), strict=True)
+            for problem, prompt, text, item in values:
+                stored = StoredCompletion(text, len(item.token_ids), item.finish_reason, sum(item.logprobs))
+                rows.append(partial(eval_row, batch.label, problem, prompt, stored))
+            sampled.append((batch, rows, grades))
             # Several ranks gather the grades, and sampling may communicate, too: the order must not depend on time.
             while len(sampled) > MAX_UNGRADED_BATCHES or (
                 ranks.size == 1 and sampled and sampled[0][-1].done()

@@ -15,7 +15,7 @@ from bandpo_cli.evaluation.verdicts import MARGIN, Conclusion, check_margin, con
 from bandpo_cli.paths import folders_containing, user_path
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import RECORD_FILE, RunFolder, find_folder, find_run, is_run_folder
-from bandpo_cli.storage.run_record import read_record
+from bandpo_cli.storage.run_record import EVALUATION_SETTINGS, iterate_forks, read_record
 from bandpo_cli.types import UNGRADED_VERDICTS
 
 MEAN = "mean"
@@ -27,11 +27,7 @@ _COMPARED = ("pass_at_", "maj_at_", "answer_format", "truncation", "response_len
 _ACCURACIES = (MEAN, "pass_at_", "maj_at_")
 """Beginnings of the names of the metrics in units of accuracy: more is better, and the margin applies to them."""
 
-_SETTINGS = (
-    "seed", "task.", "sampling.max_", "sampling.engine", "model.prompts", "grading.deadline", "evaluation.problems",
-    "evaluation.samples", "evaluation.temperature",
-)  # fmt: skip
-"""Beginnings of the settings that change completions or verdicts, besides the model."""
+_SETTINGS = ("seed", *EVALUATION_SETTINGS)
 _SOURCES = ("task.name", "task.train", "task.heldout", "task.heldout_fraction", "task.revisions")
 """The settings that only choose the problems, which are compared by their ids."""
 
@@ -138,10 +134,13 @@ def _find_record(text: str, runs_dir: Path) -> Path:
 
 
 def _read_with_settings(path: Path) -> dict[str, Any]:
-    """Return a record. The record of an evaluation in training gets `config`, the settings of the run."""
+    """Return a record. The record of an evaluation in training gets `config`, the settings of the run at that step."""
     record, run = read_record(path), path.absolute().parent.parent
     if "config" not in record and is_run_folder(run):
-        record["config"] = read_layer(run / RunFolder.marker)
+        record["config"] = flatten(read_layer(run / RunFolder.marker))
+        for fork in iterate_forks(run):
+            if (step_of(path) or 0) <= fork["step"]:
+                record["config"] |= {key: old for key, (old, _) in fork["changed"].items()}
     return record
 
 
@@ -198,10 +197,8 @@ def _compare_sets(
     try:
         pairs = {name: [[float(rows[id_][name]) for id_ in ids] for rows in (a, b)] for name in names}
     except (KeyError, TypeError, ValueError):
-        advice = "try bandpo eval --resume NAME"
-        raise UserError(
-            f"a problem of '{label}' lacks a metric or has one that is no number; {advice}"
-        ) from None
+        defect = "lacks a metric or has one that is no number; try bandpo eval --resume NAME"
+        raise UserError(f"a problem of '{label}' {defect}") from None
     if pairs.get("reward") == pairs[MEAN]:
         del pairs["reward"]
     decisive = pairs.get("reward", pairs[MEAN])
@@ -230,9 +227,8 @@ def _difference(name: str, a: Sequence[float], b: Sequence[float], margin: float
     words = ("better", "worse") if accuracy or name == "reward" else ("higher", "lower")
     conclusion = conclude(changes, test.p, margin if accuracy else None, words=words, unit="problem")
     low, high = (math.nan if end is None else end for end in (test.change.low, test.change.high))
-    return MetricDifference(
-        float(np.mean(a)), float(np.mean(b)), Interval(test.change.mean, low, high), conclusion
-    )
+    change = Interval(test.change.mean, low, high)
+    return MetricDifference(float(np.mean(a)), float(np.mean(b)), change, conclusion)
 
 
 def _by_problem(record: Mapping[str, Any], label: str, which: str) -> dict[str, dict[str, Any]]:
@@ -241,9 +237,8 @@ def _by_problem(record: Mapping[str, Any], label: str, which: str) -> dict[str, 
     if "by_problem" not in scores:
         raise UserError(f"{which} has no metrics by problem of '{label}'; finish the evaluation first")
     if (verdicts := scores.get("verdicts")) and UNGRADED_VERDICTS.issuperset(verdicts):
-        raise UserError(
-            f"nothing to compare: no answer of '{label}' in {which} was graded: {', '.join(verdicts)}"
-        )
+        graded = f"no answer of '{label}' in {which} was graded"
+        raise UserError(f"nothing to compare: {graded}: {', '.join(verdicts)}")
     return {
         id_: {MEAN if name.startswith("mean_at_") else name: value for name, value in row.items()}
         for id_, row in scores["by_problem"].items()

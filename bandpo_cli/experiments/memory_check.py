@@ -170,9 +170,8 @@ def describe_memory(estimate: MemoryEstimate) -> str:
     if estimate.vllm < estimate.vllm_minimum:
         line += f", and it needs {_gib(estimate.vllm_minimum)}"
     if estimate.chosen:
-        line += (
-            f"; auto is {', '.join(f'{key}={str(value).lower()}' for key, value in estimate.chosen.items())}"
-        )
+        chosen = (f"{key}={str(value).lower()}" for key, value in estimate.chosen.items())
+        line += f"; auto is {', '.join(chosen)}"
     return line
 
 
@@ -203,12 +202,8 @@ def saving_advice(
             return False
 
     on_gpu, gpus = estimate.device.on_gpu, 1
-    if (
-        on_gpu
-        and training
-        and estimate.ranks == 1
-        and not (config.sampling.max_lag and config.sampling.engine_process)
-    ):
+    has_process = config.sampling.max_lag and config.sampling.engine_process
+    if on_gpu and training and estimate.ranks == 1 and not has_process:
         import torch
 
         gpus = 1 if ":" in config.model.device else torch.cuda.device_count()
@@ -218,7 +213,7 @@ def saving_advice(
     if changeable is not None:
         savings = [(key, value) for key, value in savings if key in ("--nproc", *changeable)]
     flags = _fewest(savings, fits)
-    advice = "no setting tried makes it fit; use a smaller model or more GPUs"
+    advice = f"no setting tried makes it fit; use a smaller model or {'more GPUs' if on_gpu else 'a GPU'}"
     if flags is not None:
         advice = f"it fits with {' '.join(_flag_text(*flag) for flag in flags.items())}"
     return advice if estimate.device.is_idle else f"{_FREE_GPU}; without that, {advice}"
@@ -261,11 +256,12 @@ def memory_savings(
         from bandpo_cli.models.memory_estimate import smaller_passes
 
         savings += [(True, "optim.micro_batch_tokens", f"{tokens}") for tokens in smaller_passes(config)]
+    is_float32 = dtype_on(model.dtype, on_gpu) == "float32"
     in_process = ENGINES[resolve_engine(sampling.engine, on_gpu)].shares_weights
     vllm_on_gpu, shares_gpu = on_gpu and not in_process, training and not engine_has_gpu
     savings += [
         (training and not model.gradient_checkpointing, "model.gradient_checkpointing", "true"),
-        (dtype_on(model.dtype, on_gpu) == "float32", "model.dtype", "bfloat16"),
+        (on_gpu and is_float32, "model.dtype", "bfloat16"),
         (shares_gpu and sampling.max_lag > 0 and sampling.engine_process, "sampling.engine_process", "false"),
         (in_process, "sampling.max_sequences", f"{max(1, sampling.max_sequences // 4)}"),
         (not in_process and not on_gpu, "sampling.vllm.kv_cache_gb", f"{vllm.kv_cache_gb / 2:g}"),
@@ -277,6 +273,7 @@ def memory_savings(
     savings += [
         (True, "sampling.max_tokens", f"{max(1, sampling.max_tokens // 2)}"),
         (training and model.lora is None, "model.lora.rank", "16"),
+        (not on_gpu and is_float32, "model.dtype", "bfloat16"),  # slow on most CPUs
     ]
     return [(key, value) for applies, key, value in savings if applies]
 

@@ -3,11 +3,13 @@
 Functions here do not import torch, except for a custom method or estimator; `check_config` imports numpy.
 """
 
+import json
 import logging
 import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,7 @@ from bandpo_cli.methods.settings import CustomSettings, TrustRegionSettings
 from bandpo_cli.paths import (
     GGUF_ADVICE,
     MODEL_CONFIG,
+    cached_commit,
     folders_containing,
     gguf_file,
     is_adapter_folder,
@@ -51,6 +54,7 @@ from bandpo_cli.storage.run_folder import (
     other_folder,
     unused_name,
 )
+from bandpo_cli.tasks.rows import NotLoadedError
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.tracking.trackers import tracker_class
 from bandpo_cli.types import Problem
@@ -121,7 +125,7 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
 
         config = config.model_copy(update={"bounds": check_method(config.bounds, config.objective)})
     elif isinstance(config.bounds, TrustRegionSettings):
-        from bandpo_cli.bounds.divergences_and_closed_forms import find_divergence
+        from bandpo_cli.bounds.band import find_divergence
 
         find_divergence(config.bounds.divergence)  # raises for a custom divergence that cannot be used
     if config.objective.advantages not in ADVANTAGES:
@@ -161,8 +165,18 @@ def load_task(config: RunConfig, trial: bool = True) -> Task:
     if path not in BUNDLED_MODELS and is_adapter_folder(user_path(path)):
         raise ConfigError(f"model.path = {path!r}: an adapter; first: bandpo export merged {path} --out DIR")
     check_model_and_task(config, f"task.name = {config.task.name!r}")
+    folder = Path(__file__).parents[1] / "models" / path if path in BUNDLED_MODELS else user_path(path)
+    with suppress(OSError, ValueError, AttributeError):  # loading the model refuses a damaged file
+        content, sampling = json.loads((folder / MODEL_CONFIG).read_bytes()), config.sampling
+        most = content.get("text_config", content).get("max_position_embeddings")
+        if isinstance(most, int) and sampling.max_prompt_tokens + sampling.max_tokens > most:
+            raise sampling.context_error(most)
     task = prepare_task(config)
-    check_graders(task.train_problems(), config.task.rewards, config.grading if trial else None)
+    try:
+        check_graders(task.train_problems(), config.task.rewards, config.grading if trial else None)
+    except NotLoadedError as error:
+        is_here = path_exists(folder) or cached_commit(path, "model", config.model.revision) is not None
+        raise ConfigError(f"{error}{'' if is_here else ' --model FOLDER'}") from None
     return task
 
 
@@ -176,7 +190,7 @@ def prepare_task(config: RunConfig) -> Task:
     reset = partial(first_messages, config.task.environment, config.grading, grader=grader)
     train, sets = lambda: reset(task.train_problems()), task.heldout_sets
     prompted = Task(task.name, train, lambda: {label: reset(of_set) for label, of_set in sets().items()})
-    prompted.lines = task.lines
+    prompted.notes = task.notes
     return prompted
 
 
@@ -184,10 +198,10 @@ def check_model_and_task(config: RunConfig, setting: str) -> None:
     """Raise ConfigError, with `setting`, for a bundled model on another task, or for another model without a task."""
     path = config.model.path
     if (task := BUNDLED_MODELS.get(path, config.task.name)) != config.task.name:
-        advice = (
-            f"add --model MODEL, a folder or hub id such as Qwen/Qwen2.5-0.5B-Instruct, or take --task {task}"
+        model = "add --model MODEL, a folder or hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+        raise ConfigError(
+            f"{setting}: the bundled model was trained on {task} only; {model}, or take --task {task}"
         )
-        raise ConfigError(f"{setting}: the bundled model was trained on {task} only; {advice}")
     if path not in BUNDLED_MODELS and "task" not in config.model_fields_set:
         names = ", ".join((*generated_tasks(), *DATASETS))
         raise ConfigError(
@@ -241,12 +255,8 @@ def extreme_settings(config: RunConfig) -> Iterator[str]:
             setting, space, model = key.partition(" ")
             yield f"{setting} = {value:g} is extreme{space}{model}, {limit}: {reason}"
     bounds, method = config.bounds, METHODS[config.bounds.method]
-    if (
-        method.control
-        or method.without_bounds
-        or isinstance(bounds, CustomSettings)
-        or bounds == bounds.published()
-    ):
+    is_changed = not isinstance(bounds, CustomSettings) and bounds != bounds.published()
+    if method.control or method.without_bounds or not is_changed:
         return
     usual, chosen = (settings.ratio_bounds()(np.log([0.5])) for settings in (bounds.published(), bounds))
     low, high = (float(end[0]) for end in chosen)
@@ -276,14 +286,10 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
             f"{others} give the same run; use --set optim.updates=4 or more to compare methods"
         )
     if 0 < last <= lag:
-        warnings.append(
-            f"sampling.max_lag = {lag}: with steps = {last} the initial weights sample every batch"
-        )
+        warnings += [f"sampling.max_lag = {lag}: with steps = {last} the initial weights sample every batch"]
     if config.optim.warmup_steps >= last * updates:
-        counts = f"the warm-up is {config.optim.warmup_steps} updates, the run {last * updates}"
-        warnings.append(
-            f"the learning rate never reaches {config.optim.lr:g}: {counts}; see --set optim.warmup_steps=N"
-        )
+        counts = f"{config.optim.lr:g}: the warm-up is {config.optim.warmup_steps} updates, the run {last * updates}"
+        warnings.append(f"the learning rate never reaches {counts}; see --set optim.warmup_steps=N")
     # The step of the best checkpoint needs an evaluation. If the only evaluations are those before the first and after
     # the last step, there is nothing to compare, and no interval of checkpoints changes that.
     saved, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric

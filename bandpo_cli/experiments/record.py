@@ -17,8 +17,7 @@ from bandpo_cli.config.batch_and_sampling import resolve_engine
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.custom_code import exits_as_errors, keep_code
-from bandpo_cli.errors import RunError, UserError, redact_credentials, warn_on_failure
+from bandpo_cli.errors import RunError, UserError, exits_as_errors, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import stop_reason
 from bandpo_cli.experiments.plan import RESOLVED, Fork, Plan
@@ -33,7 +32,7 @@ from bandpo_cli.storage.checkpoints import (
 )
 from bandpo_cli.storage.files import remove_temporary_files, run_lock
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.run_record import PARENT, describe_environment
+from bandpo_cli.storage.run_record import PARENT, describe_environment, iterate_forks, keep_code, last_change
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.types import RunStatus
 
@@ -76,9 +75,7 @@ def open_folder(plan: Plan, config: RunConfig, components: Components | None, st
 
 
 def load_state(plan: Plan, config: RunConfig, components: Components) -> None:
-    """Load the checkpoint that the run continues, for a fork that of its parent; a new run has the initial weights."""
-    if plan.step < 0:
-        return
+    """Load the checkpoint that the run continues, for a fork that of its parent."""
     fork = plan.fork
     changes = () if fork is None else (fork.progress, fork.keeps_batch)
     checkpoint = (plan.folder if fork is None else fork.run).checkpoint_dir(plan.step)
@@ -117,13 +114,12 @@ def copy_parent(fork: Fork, folder: RunFolder) -> dict[str, object]:
         copy_checkpoint(checkpoint, folder.checkpoint_dir(step), fork.progress, fork.keeps_batch)
     except (OSError, UserError) as error:
         remove_tree(folder.path)
-        there = path_exists(checkpoint)
-        raise (
-            RunError(f"{checkpoint}: cannot be copied: {error}") if there else _removed(checkpoint)
-        ) from error
+        damage = RunError(f"{checkpoint}: cannot be copied: {error}")
+        raise (damage if path_exists(checkpoint) else _removed(checkpoint)) from error
     path = fork.run.path.absolute()
     about = {"run": str(relative_to_cwd(path)), "path": str(path), "step": step}
-    return {PARENT: {**about, "changed": fork.changes}}
+    earlier = next(iterate_forks(fork.run.path), None)
+    return {PARENT: {**about, "changed": fork.changes, **({PARENT: earlier} if earlier else {})}}
 
 
 def _cut_back(folder: RunFolder, config: RunConfig, step: int, env: dict[str, Any]) -> None:
@@ -191,7 +187,8 @@ def _write_summary(config: RunConfig, folder: RunFolder, result: RunResult) -> N
     status, records, error = result.status, result.records, result.error
     keys = ([key for key in record if key == "step" or key.startswith("eval/")] for record in records)
     scores = ({key: record[key] for key in own} for record, own in zip(records, keys, strict=True))
-    evaluations = [record for record in scores if len(record) > 1]
+    evaluations, begin = [record for record in scores if len(record) > 1], last_change(folder.path)[0]
+    evaluations = [record for record in evaluations if record["step"] > begin] or evaluations
     message = "stopped by request" if status == "KILLED" else None
     if error is not None:
         name = type(error).__name__

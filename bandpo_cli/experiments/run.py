@@ -24,8 +24,7 @@ from bandpo_cli.config.layers import (
     resolve,
 )
 from bandpo_cli.config.run import RunConfig, with_dtype
-from bandpo_cli.custom_code import exits_as_errors, user_code
-from bandpo_cli.errors import GraderFailedError, closed_at_end
+from bandpo_cli.errors import GraderFailedError, closed_at_end, exits_as_errors, user_code
 from bandpo_cli.experiments.memory_check import OnEstimate, check_memory, out_of_memory_errors
 from bandpo_cli.experiments.monitor import StepMonitor
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, locked_resume, plan_fork, plan_training
@@ -183,7 +182,8 @@ def start_run(
     loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable, on_estimate)
     config = copy_values(config, loaded, CHOSEN_AT_START)
     check_same_on_all(components.ranks, repr(config), str(plan.step))
-    load_state(plan, config, components)
+    if plan.step >= 0:  # a new run has the initial weights
+        load_state(plan, config, components)
     return events, config, components
 
 
@@ -229,7 +229,8 @@ def start_process(
     from bandpo_cli.models.load import deterministic_kernels
 
     config = with_dtype(config, is_gpu(config.model.device))
-    stack.enter_context(deterministic_kernels(config, training))
+    if config.deterministic:
+        stack.enter_context(deterministic_kernels(config, training))
     ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
     return check_memory(config, ranks, training, changeable, task, on_estimate), ranks
 
@@ -242,9 +243,9 @@ def _warn_of_grader_errors(
     After an error the other ranks may never get here. The error of a grader that always failed reports what the
     warnings would.
     """
-    uses = [components.grader.uses()]
+    uses = [components.grader.uses]
     if error is None:
-        uses = components.ranks.gather(uses[0])
+        uses = components.ranks.gather(dict(uses[0]))
     if not isinstance(error, GraderFailedError) and (error is not None or components.ranks.is_main):
         for line in failure_warnings(uses):
             log.warning("%s", line)

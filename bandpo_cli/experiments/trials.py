@@ -66,7 +66,7 @@ def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
                 limit = f"no result after {config.grading.deadline:g} s (grading.deadline)"
                 limit += "" if name in GRADERS else IMPORT_ADVICE
                 what = f"grader '{name}' failed on the dummy completion {completion!r:.80}"
-                raise ConfigError(f"{what}: {pool.errors.get(name, limit)}")
+                raise ConfigError(f"{what}: {pool.uses[name].error or limit}")
             warnings = []
             if unreadable := [error for error in errors if error is not None]:
                 count = f"{len(unreadable):,} of {len(problems):,} problems; the first: {unreadable[0]}"
@@ -209,7 +209,8 @@ def probe(
             with timer.phase("logprobs"):
                 chosen = select_groups(groups, tried, updates)
                 graded = chosen, step_advantages(config, chosen)
-                loss = policy_loss(config.bounds.at_step(1, config.steps), config.objective)
+                bounds = config.bounds.model_copy(update=config.bounds.scheduled(1, config.steps))
+                loss = policy_loss(bounds, config.objective)
                 exact = is_exact(components.sampler, policy)
                 experiences = prepare_updates(policy, components.reference, *graded, loss, config, exact)
             with timer.phase("update"):

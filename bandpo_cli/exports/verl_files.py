@@ -103,9 +103,8 @@ def batch_arithmetic(config: RunConfig, gpus: int, problems: int) -> list[str]:
          f"an update has {prompts} / {updates} × {samples} = {per_update:,} completions (sampling.prompts / "
          f"optim.updates × sampling.samples), and verl needs a multiple of the {gpus} GPUs"),
     ]  # fmt: skip
-    for fails, message in checks:
-        if fails:
-            raise ConfigError(message)
+    if failing := [message for fails, message in checks if fails]:
+        raise ConfigError("; ".join(failing))
     longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
     tokens = tokens_per_micro_batch(config)
     return [
@@ -364,10 +363,10 @@ class RewardFunction:
             return
         for result, grade in zip(results, grades, strict=True):
             result.set_result(grade)
-        for name, message in self._pool.errors.items():
-            if name not in self._reported:
+        for name, use in self._pool.uses.items():
+            if use.error and name not in self._reported:
                 self._reported.add(name)
-                log.warning("grader '%s' failed on an answer, which counts as wrong: %s", name, message)
+                log.warning("grader '%s' failed on an answer, which counts as wrong: %s", name, use.error)
 
 
 def load_reward_function(config_file: str | Path) -> RewardFunction:

@@ -85,9 +85,8 @@ def serve(loader: Sequence[Any], deadline: float, memory_gb: float, retries: int
         key, answers = json.loads(line)
         set_alarm(deadline * len(answers))
         try:
-            outcome: dict[str, Any] = {
-                "results": [*map(as_json, grader.grade(answers, partial(end_step, key)))]
-            }
+            grades = grader.grade(answers, partial(end_step, key))
+            outcome: dict[str, Any] = {"results": [*map(as_json, grades)]}
             json.dumps(outcome)  # messages of an environment may have other values than those of JSON
         except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
             outcome = describe_error(error, grader)
@@ -177,9 +176,8 @@ def describe_error(error: BaseException, grader: BatchGrader) -> dict[str, Any]:
 
 def _limit_memory(memory_gb: float) -> None:
     """Limit the address space to the present size plus `memory_gb` GiB, and disable core files."""
-    if (
-        PAGES.exists()
-    ):  # without /proc (macOS) the present size is not known, and a limit below it ends the worker
+    # Without /proc (macOS) the present size is not known, and a limit below it ends the worker.
+    if PAGES.exists():
         used = int(PAGES.read_text().split()[0]) * resource.getpagesize()
         limit, (_, hard) = used + int(memory_gb * 2**30), resource.getrlimit(resource.RLIMIT_AS)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

@@ -55,6 +55,10 @@ class GraderUse:
     asynchronous: bool = False  # it has graded answers with an asynchronous function
 
 
+Uses = Sequence[Mapping[str, GraderUse]]
+"""What the graders of each of several pools have done, by name, such as the pools of all ranks."""
+
+
 class GraderPool(AbstractContextManager["GraderPool"]):
     """Grades completions, each with the grader that its problem names (`problem.grader`).
 
@@ -66,7 +70,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         """Create the pool without spawning any worker."""
         self._config = config
         self._worker_pools: dict[str, GraderWorkers] = {}
-        self._uses: dict[str, GraderUse] = defaultdict(GraderUse)
+        self.uses: dict[str, GraderUse] = defaultdict(GraderUse)  # what each grader has done, by name
         # Number of graded answers, grader, and the problem of the answer that has been in work for the longest time, or
         # None while a worker imports the grader. A thread reads it for delay warnings.
         self._progress: tuple[int, str, str | None] = (0, "", None)
@@ -79,20 +83,6 @@ class GraderPool(AbstractContextManager["GraderPool"]):
     def __exit__(self, *_: object) -> None:
         """Terminate the workers; the pool cannot be used afterwards."""
         self.close()
-
-    @property
-    def errors(self) -> dict[str, str]:
-        """The first error, as one line, of each grader that gave the verdict `grader-error`, by name of the grader."""
-        return {name: use.error for name, use in self._uses.items() if use.error is not None}
-
-    @property
-    def asynchronous(self) -> set[str]:
-        """The names of the graders that have graded answers with an asynchronous function."""
-        return {name for name, use in [*self._uses.items()] if use.asynchronous}
-
-    def uses(self) -> dict[str, GraderUse]:
-        """Return what each grader has graded, by name."""
-        return dict(self._uses)
 
     def cancel(self) -> None:
         """Make a running call of `grade` in another thread raise RunError within about a second, and all later ones."""
@@ -143,7 +133,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
         def wait() -> list[Grade]:
             for name, error in errors.items():
-                self._uses[name].error = self._uses[name].error or error
+                self.uses[name].error = self.uses[name].error or error
             with delay_warnings(lambda: self._describe_progress(len(texts))):
                 for call in calls:
                     grades.update(call(len(grades)))
@@ -171,7 +161,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
                 self._progress = (graded + more, name, label)
 
             grades = pool.wait(keys, on_wait)
-            use = self._uses[name]
+            use = self.uses[name]
             use.asynchronous = pool.asynchronous
             if pool.failure is not None and use.error is None:
                 use.error = f"{pool.failure.error}{self._write_failure(name, pool.failure)}"
@@ -182,12 +172,12 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
     def _count(self, problems: Sequence[Problem], grades: Mapping[int, Grade]) -> None:
         """Count the grades; warn at the first failure of an asynchronous grader, and after 10, 100, ... of them."""
-        before = {name: len(f"{use.failed or ''}") for name, use in self._uses.items()}
+        before = {name: len(f"{use.failed or ''}") for name, use in self.uses.items()}
         for index, problem in enumerate(problems):
-            use = self._uses[problem.grader]
+            use = self.uses[problem.grader]
             use.graded += 1
             use.failed += is_ungraded(grades[index])
-        for name, use in self._uses.items():
+        for name, use in self.uses.items():
             if use.asynchronous and len(f"{use.failed or ''}") > before.get(name, 0):
                 [line] = failure_warnings([{name: use}])
                 log.warning("%s; %s", line, FAILURE_ADVICE)
@@ -376,19 +366,18 @@ def all_calls_failed(
     """
     if {*verdicts} != {GRADER_ERROR.verdict}:
         return False
-    if is_tolerated and {*graders} <= {*ranks.gather_all([*pool.asynchronous])}:
-        return True
-    of_ranks = reversed(ranks.gather(pool.errors))
-    check_not_all_failed(verdicts, graders, dict(item for errors in of_ranks for item in errors.items()))
+    uses = ranks.gather(dict(pool.uses))
+    asynchronous = {name for by_name in uses for name, use in by_name.items() if use.asynchronous}
+    if not is_tolerated or not {*graders} <= asynchronous:
+        check_not_all_failed(verdicts, graders, uses)
     return True
 
 
-def check_not_all_failed(
-    verdicts: Collection[str], graders: Sequence[str], errors: Mapping[str, str]
-) -> None:
+def check_not_all_failed(verdicts: Collection[str], graders: Sequence[str], uses: Uses) -> None:
     """Raise GraderFailedError, with the first error of each grader, if there are only verdicts `grader-error`."""
     if {*verdicts} != {GRADER_ERROR.verdict}:
         return
+    errors = {name: use.error for by_name in reversed(uses) for name, use in by_name.items() if use.error}
     causes = [f"grader '{name}': {errors.get(name, 'no message')}" for name in dict.fromkeys(graders)]
     raise GraderFailedError(
         f"all {len(verdicts):,} answers are grader errors, so there is no reward to learn from or to report: "
@@ -397,11 +386,8 @@ def check_not_all_failed(
     )
 
 
-def failure_warnings(uses: Sequence[Mapping[str, GraderUse]]) -> list[str]:
-    """Return a line for each grader that failed: the share of answers without a verdict, and the first error.
-
-    `uses` is what each of several pools has graded, such as the pools of all ranks.
-    """
+def failure_warnings(uses: Uses) -> list[str]:
+    """Return a line for each grader that failed: the share of answers without a verdict, and the first error."""
     lines = []
     for name in dict.fromkeys(name for by_name in uses for name in by_name):
         parts = [by_name[name] for by_name in uses if name in by_name]

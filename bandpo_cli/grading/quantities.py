@@ -159,12 +159,10 @@ _UNIT = re.compile(r"(?:[A-Za-z ./()'*²³€£¥₹¢-]|\^ ?(?:\{ ?-?[1-4] ?\}|
 
 @dataclass(frozen=True)
 class Number:
-    """A number and the form it was written in."""
+    """A number and the form it was written in; "50%" is equal to 50 and to 0.5."""
 
     value: Fraction
-    scale: (
-        Fraction  # 1/100 after a percent sign, 10**6 after "million", else 1; "50%" is equal to 50 and to 0.5
-    )
+    scale: Fraction  # 1/100 after a percent sign, 10**6 after "million", else 1
     places: int | None  # digits after the decimal point of a plain decimal
     is_fraction: bool
     has_letter: bool  # a single letter follows, which is a unit (5 m) or a variable

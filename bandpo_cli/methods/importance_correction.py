@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Tag, model_validator
+from pydantic import BeforeValidator, TypeAdapter, model_validator
 
 from bandpo_cli.bounds.arrays import namespace
 from bandpo_cli.errors import unknown_choice
@@ -104,11 +104,11 @@ SINGLE_RULES: dict[str, tuple[RuleName, ...]] = {
 
 
 def _known_rules(value: Any) -> Any:
-    """Return the rules of a preset, and other values unchanged; raise ValueError for an unknown name."""
-    if not isinstance(value, str) or value in SINGLE_RULES:
+    """Return a name in `SINGLE_RULES`, and the rules of a list or a preset; raise ValueError for others."""
+    if isinstance(value, str) and value in SINGLE_RULES:
         return value
-    if value in VERL_PRESETS:
-        return VERL_PRESETS[value]
+    if not isinstance(value, str) or value in VERL_PRESETS:
+        return _RULES.validate_python(VERL_PRESETS[value] if isinstance(value, str) else value)
     if value.startswith("bypass_"):
         raise ValueError(
             "verl's bypass presets have π_sampler as π_old: set objective.old_logprobs to 'sampler'"
@@ -116,11 +116,8 @@ def _known_rules(value: Any) -> Any:
     raise ValueError(f"{unknown_choice(value, [*SINGLE_RULES, *VERL_PRESETS])}; or a list of rules")
 
 
-ImportanceRules = Annotated[
-    Annotated[str, Tag("@name")] | Annotated[tuple[ImportanceRule, ...], Tag("@rules")],
-    Discriminator(lambda value: "@name" if isinstance(value, str) else "@rules"),
-    BeforeValidator(_known_rules),
-]
+_RULES = TypeAdapter(tuple[ImportanceRule, ...])
+ImportanceRules = Annotated[str | tuple[ImportanceRule, ...], BeforeValidator(_known_rules)]
 
 
 def check_importance(importance: ImportanceRules, floor: float | None, cap: float | None) -> None:
@@ -160,9 +157,8 @@ def rules_of(objective: ObjectiveConfig) -> tuple[ImportanceRule, ...]:
     if cap is None or not isinstance(importance, str):
         return () if isinstance(importance, str) else importance
     *reject, truncate = SINGLE_RULES[importance]
-    rules = [
-        ImportanceRule(rule=name, low=objective.importance_floor or 1.0 / cap, high=cap) for name in reject
-    ]
+    low = objective.importance_floor or 1.0 / cap
+    rules = [ImportanceRule(rule=name, low=low, high=cap) for name in reject]
     return (*rules, ImportanceRule(rule=truncate, high=None if rules else cap))
 
 

@@ -98,10 +98,6 @@ class MethodSettings(TaggedSection):
         """Return the settings that change over training, with their values at step `step` of `steps` (from 1)."""
         return {}
 
-    def at_step(self, step: int, steps: int) -> Self:
-        """Return the settings with the values of `scheduled`."""
-        return self.model_copy(update=self.scheduled(step, steps))
-
     def ratio_bounds(self) -> BoundsFunction:
         """Return the interval of ratios beyond which the method removes a token's gradient, by the advantage's sign.
 
@@ -248,8 +244,8 @@ class IntervalSettings(MethodSettings):
         return f"ratio in [{1 - self.eps_low:g}, {1 + self.eps_high:g}]"
 
     def ratio_bounds(self) -> BoundsFunction:
-        """Return the interval for every token."""
-        return fixed_bounds(*self.ends)
+        """Return the interval for every token, unless tokens outside of it keep a gradient."""
+        return super().ratio_bounds() if self.entry.without_bounds else fixed_bounds(*self.ends)
 
 
 def default_settings(method: str) -> MethodSettings:

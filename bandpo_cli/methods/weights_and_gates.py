@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from bandpo_cli.bounds.arrays import namespace
-from bandpo_cli.bounds.intervals import BoundsFunction
 from bandpo_cli.methods.loss import by_sign, clipped_losses, log_ratio, without_masked
 from bandpo_cli.methods.settings import IntervalSettings, MethodSettings, Share
 from bandpo_cli.settings_validation import NotNegative, Positive, require
@@ -78,9 +77,6 @@ class CeGppoSettings(IntervalSettings):
     beta_high: NotNegative = 1.0
     """Scale of the gradient above the interval, for positive advantages; β₂ of the paper."""
 
-    def ratio_bounds(self) -> BoundsFunction:
-        return MethodSettings.ratio_bounds(self)  # raises: clipped tokens keep a gradient
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         """Return the clipped loss, with −sg(β·bound/r)·r·a for clipped tokens (CE-GPPO, arXiv 2509.20712).
 
@@ -105,9 +101,6 @@ class DgpoSettings(IntervalSettings):
     """n: below the interval, for negative advantages, the weight is r^(n+1)/l^n. The authors also take 2 at 1.5B."""
     decay_high: float = Field(2.0, ge=1)
     """m: above the interval, for positive advantages, the weight is r^(1−1/m)·u^(1/m)."""
-
-    def ratio_bounds(self) -> BoundsFunction:
-        return MethodSettings.ratio_bounds(self)  # raises: tokens outside keep a gradient
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         """Return −r·a, times sg((r/l)^n) for a < 0, r < l and sg((u/r)^(1/m)) for a > 0, r > u.
@@ -167,10 +160,8 @@ class BapoSettings(MethodSettings):
     @model_validator(mode="after")
     def _check_order(self) -> Self:
         ordered = self.low_start <= self.low_end and self.high_start <= self.high_end
-        require(
-            ordered,
-            "a bound rises from its start to its end: take low_start ≤ low_end and high_start ≤ high_end",
-        )
+        order = "take low_start ≤ low_end and high_start ≤ high_end"
+        require(ordered, f"a bound rises from its start to its end: {order}")
         return self
 
     def prepare(self, old_logprobs: Tensor, advantages: Tensor, *_: Tensor) -> Columns:

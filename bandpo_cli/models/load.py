@@ -109,10 +109,8 @@ def model_location(config: ModelConfig) -> str:
 def _source(config: ModelConfig) -> dict[str, Any]:
     """Return the arguments of transformers' loaders that say what to load; a folder has no revision."""
     location = model_location(config)
-    source: dict[str, Any] = {
-        "pretrained_model_name_or_path": location,
-        "trust_remote_code": config.trust_remote_code,
-    }
+    source: dict[str, Any] = {"pretrained_model_name_or_path": location}
+    source["trust_remote_code"] = config.trust_remote_code
     if config.revision is not None and not path_exists(Path(location)):
         source["revision"] = config.revision
     return source
@@ -171,7 +169,10 @@ def load_policy(
             lora.add_adapters(model, config.lora, seed, location, commit)
     if config.compile:
         compile_layers(model)
-    shard(model, ranks if for_training else SINGLE, device)
+    if for_training and ranks.size > 1:
+        shard(model, ranks, device)
+    else:
+        model.to(device)
     if for_training:
         check_packed_forward(model)
     return Policy(model, tokenizer, stop_ids, pad_id, commit, ranks)
@@ -351,15 +352,12 @@ def _special_ids(model: PreTrainedModel, tokenizer: Tokenizer, path: str) -> tup
 
 @contextmanager
 def deterministic_kernels(config: RunConfig, training: bool = True) -> Iterator[None]:
-    """Use deterministic kernels in the block if `deterministic` is set; enter it before torch uses the GPU.
+    """Use deterministic kernels in the block (the setting `deterministic`); enter it before torch uses the GPU.
 
     Raises:
         UserError: this process already uses other kernels, vLLM has no such kernels here, or torch has none for an
             operation of the model or of custom code.
     """
-    if not config.deterministic:
-        yield
-        return
     _prepare_determinism(config, training)
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -395,9 +393,8 @@ def _prepare_determinism(config: RunConfig, training: bool) -> None:
             where = "in the trainer's process " if least == 9 else ""
             problem = f"vLLM {where}needs a GPU of compute capability {least}.0 or more"
     elif with_vllm and (config.task.functions or config.grading.while_sampling):
-        problem = (
-            "on a CPU, vLLM's results depend on its batches, and they on the time that tools and graders take"
-        )
+        reason = "they on the time that tools and graders take"
+        problem = f"on a CPU, vLLM's results depend on its batches, and {reason}"
     if problem is not None:
         advice = "use --sampler transformers, or leave out deterministic"
         raise UserError(f"deterministic = true: {problem}; {advice}")

@@ -10,6 +10,7 @@ vocabulary. Tiles are limited in both directions, with a running softmax over th
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -163,9 +164,8 @@ def linear_logprobs(
     """
     arguments = hidden, weight, bias, targets, temperature, with_entropy, with_sampling_entropy, tile_bytes
     logprobs, entropy, sampling_entropy = _LinearLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
-    return TokenLogprobs(
-        logprobs, entropy if with_entropy else None, sampling_entropy if with_sampling_entropy else None
-    )
+    entropies = entropy if with_entropy else None, sampling_entropy if with_sampling_entropy else None
+    return TokenLogprobs(logprobs, *entropies)
 
 
 @contextmanager
@@ -185,34 +185,35 @@ def _checkpointing(model: PreTrainedModel) -> Iterator[None]:
             layer.training = False
 
 
+@dataclass
 class _Softmax:
     """Running sums over the vocabulary of exp(x) and of exp(x)·x per token, for logits x less the highest so far."""
 
-    def __init__(self, zeros: Tensor) -> None:
-        self.total, self._weighted = zeros.clone(), zeros.clone()
+    total: Tensor
+    weighted: Tensor
 
     def add(self, rows: slice, tile: Tensor, drop: Tensor, scratch: Tensor) -> None:
         """Add a tile of logits less the new highest; `drop`, at most 0, is by how much the highest has risen."""
         powers = torch.exp(tile, out=scratch[: tile.numel()].view_as(tile))
-        decayed = (self._weighted[rows] + self.total[rows] * drop) * drop.exp()
-        self._weighted[rows] = decayed + torch.linalg.vecdot(powers, tile)
+        decayed = (self.weighted[rows] + self.total[rows] * drop) * drop.exp()
+        self.weighted[rows] = decayed + torch.linalg.vecdot(powers, tile)
         self.total[rows] = self.total[rows] * drop.exp() + powers.sum(dim=1)
 
     def entropy(self) -> Tensor:
         """Return the entropy of each token's distribution, [N], nats."""
-        return self.total.log() - self._weighted / self.total
+        return self.total.log() - self.weighted / self.total
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, weight, bias, targets, temperature, with_entropy, with_sampling_entropy, tile_bytes = (
-            arguments
-        )
+        hidden, weight, bias, targets, *options = arguments
+        temperature, with_entropy, with_sampling_entropy, tile_bytes = options
         tiles = _Tiles(hidden, weight, bias, tile_bytes)
         zeros = torch.zeros(len(hidden), device=hidden.device)
         highest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
-        chosen, plain, sampling = zeros.clone(), _Softmax(zeros), _Softmax(zeros)
+        chosen = zeros.clone()
+        plain, sampling = (_Softmax(zeros.clone(), zeros.clone()) for _ in range(2))
         # At temperature 1 both entropies are the same.
         at_one = with_entropy or (with_sampling_entropy and temperature == 1.0)
         scratch = torch.empty_like(tiles.buffer if at_one or with_sampling_entropy else tiles.buffer[:0])

@@ -186,7 +186,9 @@ def _choices(
 def _estimate(run: "_Run", device: Device, engine_device: Device | None) -> MemoryEstimate:
     """Return the estimate of a run without settings that are `auto`."""
     config, ranks, training = run.config, run.ranks, run.training
-    backward, reduction, gathered, sampling = fsdp_bytes(run.model, ranks if training else 1)
+    backward, reduction, gathered, sampling = Bytes(), Bytes(), Bytes(), Bytes()
+    if training and ranks > 1:
+        backward, reduction, gathered, sampling = fsdp_bytes(run.model, ranks)
     always, update, process = {"weights": run.weights}, Bytes(), Bytes()
     if training:
         always = run.held_bytes()
@@ -325,14 +327,12 @@ def stored_parameters(parameters: Iterable[nn.Parameter], ranks: int = 1) -> tup
 
 
 def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
-    """Return the bytes that FSDP adds on a rank, in four phases; none with a single rank.
+    """Return the bytes that FSDP adds on a rank, in four phases.
 
     The phases are a backward pass while activations are held, its end, the gathering of all parameters, and the sending
     of the largest weight to an engine. The buffers follow torch's FSDP2 (`torch.distributed.fsdp._fully_shard`), which
     gathers a group into one buffer and copies it, and copies gradients into a buffer of the reduction.
     """
-    if ranks == 1:
-        return {}, {}, {}, {}
 
     def reduced(gradients: int) -> int:
         """Return the bytes of the float32 buffer that gradients are reduced in, and of the result on a rank."""

@@ -78,7 +78,9 @@ def loading_errors(path: str, what: str = "cannot be loaded") -> Iterator[None]:
         if "trust_remote_code" in text:
             text = "contains custom Python code, which does not run unless you allow it; if you trust it: "
             raise model_error(path, f"{text}--set model.trust_remote_code=true") from None
-        line = first_line(text, max_chars=300)
+        line = first_line(text, max_chars=300).rstrip(".")
+        if not (path in BUNDLED_MODELS or path_exists(user_path(path))):
+            line += "; check the id, or give a local copy: --model FOLDER"
         raise model_error(path, f"{what}: {type(error).__name__}: {line}") from None
 
 

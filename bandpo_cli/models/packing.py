@@ -79,7 +79,7 @@ def balanced_owners(
     costs_P = [prompt + sum(lengths) for prompt, lengths in zip(prompts_P, completions_PG, strict=True)]
     loads = [0] * size
     owners_PG: list[list[int]] = [[]] * len(costs_P)
-    for group in sorted(range(len(costs_P)), key=lambda index: -costs_P[index]):
+    for group in sorted(range(len(costs_P)), key=costs_P.__getitem__, reverse=True):
         rank = loads.index(min(loads))
         owners_PG[group] = [rank] * len(completions_PG[group])
         loads[rank] += costs_P[group]
@@ -226,16 +226,10 @@ class Packing:
             blocks.append(Block(index, shape, int(group[:, 3].sum()), segments, positions))
         return tuple(blocks)
 
-    @cached_property
-    def masks(self) -> tuple[Tensor | None, ...]:
-        """The mask of each block without a window, [B or 1, 1, L, L] bool; None for plain causal attention."""
-        return tuple(block.mask(None) for block in self.blocks)
-
     def drop_masks(self) -> None:
         """Free masks, which are as large as the square of the rows; they are made again when needed."""
-        self.__dict__.pop("masks", None)
         for block in self.__dict__.get("blocks", ()):
-            block.__dict__.pop("_mask_without_window", None)
+            block.__dict__.pop("mask", None)
 
     @cached_property
     def block_scatter_index(self) -> Tensor:
@@ -310,24 +304,22 @@ class Block:
     segments: Tensor | None
     positions: Tensor
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """Return [B or 1, 1, L, L] bool, True where a query may attend to a key; None for plain causal attention.
-
-        Args:
-            window: number of tokens that a token attends to, itself included; None for all tokens before it.
-        """
-        if window is None or window >= self.shape[1]:
-            return None if self.segments is None else self._mask_without_window
-        positions = self.positions[:, None]
-        return self._mask_without_window & (positions[..., :, None] - positions[..., None, :] < window)
-
     @cached_property
-    def _mask_without_window(self) -> Tensor:
-        mask = causal_mask(self.shape[1], self.gather_index.device)
+    def mask(self) -> Tensor | None:
+        """[B, 1, L, L] bool, True where a query may attend to a key; None for plain causal attention."""
         if self.segments is None:
-            return mask
+            return None
         query_segments, key_segments = self.segments[:, None, :, None], self.segments[:, None, None, :]
-        return mask & ((query_segments == key_segments) | (key_segments == PROMPT))
+        same = (query_segments == key_segments) | (key_segments == PROMPT)
+        return causal_mask(self.shape[1], self.gather_index.device) & same
+
+    def windowed_mask(self, window: int) -> Tensor | None:
+        """Return the mask of a layer in which a token attends to `window` tokens, itself included."""
+        if window >= self.shape[1]:
+            return self.mask
+        mask = causal_mask(self.shape[1], self.gather_index.device) if self.mask is None else self.mask
+        positions = self.positions[:, None]
+        return mask & (positions[..., :, None] - positions[..., None, :] < window)
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:

@@ -59,7 +59,7 @@ def policy_objective(
     policy_weights = weights * chosen
     if objective.off_policy_mask is not None:
         dropped = off_policy_tokens(logprobs, batch, objective.off_policy_mask)
-        policy_weights = weights.masked_fill(dropped, 0.0)
+        policy_weights = policy_weights.masked_fill(dropped, 0.0)
     policy_part = (policy_weights * loss.token_losses(logprobs, batch)).sum()
     (policy_gradient,) = torch.autograd.grad(policy_part, logprobs)
     # A custom loss may couple the tokens of a completion.

@@ -8,7 +8,6 @@ torchrun there is one rank, and no function here communicates. torch is imported
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import time
@@ -62,11 +61,6 @@ def launched_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
     return int(environ.get(LAUNCHER_VARIABLE, "0")) or None
 
 
-def launched_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the name that the parent process chose for the run; None without one."""
-    return environ.get(RUN_NAME_VARIABLE)
-
-
 def ranks_to_start(nproc: int | None) -> int | None:
     """Return how many ranks `--nproc` asks this process to start; None where it trains itself."""
     if launched_ranks() is not None or nproc is None:
@@ -95,13 +89,9 @@ class Ranks:
         """Whether this is rank 0, which alone writes the run folder, MLflow and the terminal."""
         return self.rank == 0
 
-    def share(self, items: Sequence[T]) -> Sequence[T]:
-        """Return this rank's part of `items`: consecutive ones, in order, their numbers differing by at most 1."""
-        return items[self.share_start(len(items)) : self.share_start(len(items), self.rank + 1)]
-
-    def share_start(self, count: int, rank: int | None = None) -> int:
-        """Return the index of the first of `count` items that `share` gives to `rank` (default: this rank)."""
-        return count * (self.rank if rank is None else rank) // self.size
+    def share(self, count: int) -> slice:
+        """Return this rank's part of `count` items: consecutive ones, their numbers differing by at most 1."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in their order, on every rank. They are pickled."""
@@ -148,15 +138,6 @@ class Ranks:
             dist.all_gather(received, padded)
         parts = (value[:, :length] for value, length in zip(received, lengths, strict=True))
         return [*torch.cat([*parts], dim=1)]
-
-    def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
-        return any(self.gather(flag))
-
-    def max(self, value: float) -> float:
-        """Return the greatest value of all ranks; NaN if any is."""
-        values = self.gather(value)
-        return math.nan if any(map(math.isnan, values)) else max(values)
 
     def for_thread(self) -> Ranks:
         """Return these ranks for a thread of its own group; all ranks must call this together."""

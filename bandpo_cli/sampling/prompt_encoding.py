@@ -13,7 +13,7 @@ from difflib import ndiff
 from itertools import chain, groupby, islice
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask, TaskSettings
@@ -178,9 +178,8 @@ class PromptEncoder:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         for message in messages:
             texts = {key: value for key, value in message.items() if isinstance(value, str)}
-            turns.append(
-                {**message, **{key: self._control.sub(rf"\1{_BREAK}", text) for key, text in texts.items()}}
-            )
+            broken = {key: self._control.sub(rf"\1{_BREAK}", text) for key, text in texts.items()}
+            turns.append({**message, **broken})
         try:
             text = self._render(turns, self._arguments)
         except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote
@@ -306,20 +305,6 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return tokens[max(following, key=len)] if match and following else None
 
 
-def check_context_length(model: PreTrainedConfig, config: RunConfig) -> None:
-    """Raise ConfigError if a prompt and its completion can exceed the context length of a model with these settings."""
-    context_length = getattr(model.get_text_config(), "max_position_embeddings", None)
-    prompt, completion = config.sampling.max_prompt_tokens, config.sampling.max_tokens
-    if context_length is not None and prompt + completion > context_length:
-        name, rest = ("max_prompt_tokens", completion) if prompt > completion else ("max_tokens", prompt)
-        left = context_length - rest
-        raise ConfigError(
-            f"sampling.max_prompt_tokens = {prompt:,} and sampling.max_tokens = {completion:,} come to "
-            f"{prompt + completion:,} tokens; the model reads at most {context_length:,}; "
-            + (f"lower one of them, such as --set sampling.{name}={left}" if left > 0 else "lower both")
-        )
-
-
 def drop_long_prompts(
     encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig, notes: list[str]
 ) -> Sequence[Problem]:
@@ -360,9 +345,8 @@ def _check_questions(
     sample, all_texts = problems[:COMPARED], [_texts(problem) for problem in problems[:COMPARED]]
     decoded = ["".join(text for text, _ in encoder.pieces(item.token_ids)) for item in prompts[:COMPARED]]
     # Tokenizers may change spaces and forms of characters.
-    plain = [
-        "".join(compatibility_form(text).split()) for text in (*decoded, *chain.from_iterable(all_texts))
-    ]
+    compared = (*decoded, *chain.from_iterable(all_texts))
+    plain = ["".join(compatibility_form(text).split()) for text in compared]
     read, written = plain[: len(decoded)], iter(plain[len(decoded) :])
     for problem, prompt, texts, text_read in zip(sample, prompts, all_texts, read, strict=False):
         texts = [*islice(written, len(texts))]

@@ -81,8 +81,10 @@ def set_up_sampling(config: RunConfig, task: Task, ranks: Ranks, training: bool 
 def encode_prompts(config: RunConfig, task: Task, ranks: Ranks = SINGLE, training: bool = True) -> Prompts:
     """Encode and check the prompts before the weights are loaded; the errors are those of `set_up_sampling`."""
     model = check_engine_settings(config)
-    prompt_encoding.check_context_length(model, config)
-    rows = getattr(model.get_text_config(), "vocab_size", None)
+    text = model.get_text_config()
+    rows, most = (getattr(text, name, None) for name in ("vocab_size", "max_position_embeddings"))
+    if most is not None and config.sampling.max_prompt_tokens + config.sampling.max_tokens > most:
+        raise config.sampling.context_error(most)
     encoder = PromptEncoder.of_run(load_tokenizer(config.model), config, rows)
     conversations = build_conversations(config, encoder, ranks) if config.task.functions else None
     notes: list[str] = []
@@ -190,14 +192,11 @@ def with_coins(problems: Sequence[Problem], samples: int, seed: int, probability
 
     The coin of a completion depends on the seed of its prompt, `seed + i` for prompt i, and its number alone.
     """
-    coins = (
-        derive_seed(seed + index // samples, "coin", index % samples) < probability * 2**63
-        for index in range(len(problems))
-    )
-    return [
-        replace(problem, extra={**problem.extra, COIN: coin})
-        for problem, coin in zip(problems, coins, strict=True)
-    ]
+    tossed = []
+    for index, problem in enumerate(problems):
+        number = derive_seed(seed + index // samples, "coin", index % samples)
+        tossed.append(replace(problem, extra={**problem.extra, COIN: number < probability * 2**63}))
+    return tossed
 
 
 def with_turns(problem: Problem, completion: Completion) -> Problem:

@@ -28,6 +28,7 @@ from bandpo_cli.metric_names import heldout_score
 from bandpo_cli.paths import ADAPTER_CONFIG, MODEL_CONFIG, read_json_object
 from bandpo_cli.storage.files import file_checksum, json_bytes, link_or_copy, step_of, sync, write_json
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_record import last_change
 
 TRAINER = "trainer"
 STATE = f"{TRAINER}/state.json"
@@ -43,6 +44,7 @@ FORMAT = 1
 _SEAL = "own_xxh3"
 """Key of `trainer/state.json` for the checksum of the text of the other keys."""
 
+_CHANGED = "is damaged: its content has changed since it was written"
 _STAGING_NAME = re.compile(r"\.step-\d+\.(writing|removing)")
 
 
@@ -62,7 +64,7 @@ class Progress:
             whose settings of the problems are not those of its parent.
         entropy_coefficient, entropy_bonus: with `objective.entropy_target` the coefficient that the controller has
             reached, and that of the next step: the same, or 0.
-        loss_scale, scaled_updates: as in `Optimizer`.
+        loss_scale, scaled_updates: for a model in float16 the factor on the loss, and the updates since it changed.
     """
 
     step: int
@@ -136,9 +138,7 @@ def check_contents(folder: Path, training_state: bool = True) -> None:
         for name in names:
             try:
                 if next(checksums) != state["xxh3"][name]:
-                    raise UserError(
-                        f"{folder}: {name} is damaged: its content has changed since it was written"
-                    )
+                    raise UserError(f"{folder}: {name} {_CHANGED}")
             except OSError as error:
                 raise UserError(f"{folder}: {name}: {error.strerror or error}") from None
 
@@ -151,9 +151,8 @@ def _read_state(folder: Path) -> tuple[dict[str, Any], Progress]:
         raise UserError(f"{where}: has format {state.get('format')}; this version reads format {FORMAT}")
     checksum = state.pop(_SEAL, None)
     if checksum != xxh3_64_hexdigest(json_bytes(state)):
-        raise UserError(f"{where} is damaged: its content has changed since it was written")
-    # An earlier version had fewer fields.
-    return state, Progress(**{key.name: state[key.name] for key in fields(Progress) if key.name in state})
+        raise UserError(f"{where} {_CHANGED}")
+    return state, Progress(**{key.name: state[key.name] for key in fields(Progress)})
 
 
 def complete_checkpoints(run: RunFolder) -> Checkpoints:
@@ -217,7 +216,9 @@ def prune_checkpoints(run: RunFolder, config: CheckpointConfig) -> None:
     if complete and complete[max(complete)].skipped_in_a_row:
         return
     run.sync_metrics()
-    for step in complete.keys() - kept_steps(complete, run.read_records(complete), config):
+    begin = last_change(run.path)[0]
+    records = [record for record in run.read_records(complete) if record["step"] > begin]
+    for step in complete.keys() - kept_steps(complete, records, config):
         delete_checkpoint(run.checkpoint_dir(step))
 
 

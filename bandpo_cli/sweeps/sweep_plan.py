@@ -239,13 +239,13 @@ def _read_finished(folder: SweepFolder, runs_dir: Path) -> RunTables:
         again = shell_command("sweep --resume", folder.path, runs_dir)
         raise UserError(f"{counts} ({', '.join(unfinished[:3])}); finish them first: {again}")
     runs = read_sweep(folder.path).runs
-    failed = {run.variant for run in read_runs(runs).excluded}
+    failed = {run.variant for run in read_runs(runs, with_budgets=True).excluded}
     groups = dict.fromkeys(run.group for run in folder.runs)
     finished = {run.group for run in folder.runs if run.variant not in failed}
     if without := [group for group in groups if group not in finished]:
         names = ", ".join(without)
         raise UserError(f"{folder.path.name}: no variant of {names} has finished with every seed")
-    return read_runs(run for run in runs if run.variant not in failed)
+    return read_runs((run for run in runs if run.variant not in failed), with_budgets=True)
 
 
 def _matcher(recorded: str, runs_dir: Path, matches: dict[str, Any]) -> DeltaMatcher:

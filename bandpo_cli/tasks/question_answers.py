@@ -1,13 +1,17 @@
 """Question-answer task: several sources mixed for training, and evaluation sets that training never uses."""
 
 import json
+import math
 import re
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain, islice
 from typing import Any, NamedTuple
+
+import yaml
 
 from bandpo_cli.config.batch_and_sampling import RewardComponent, needs_answer
 from bandpo_cli.config.task import DataTask, Fields, Source
@@ -15,6 +19,7 @@ from bandpo_cli.errors import ConfigError, nearest, plural
 from bandpo_cli.registries import DATA_TASK, GRADERS, TEMPLATES
 from bandpo_cli.tasks.rows import (
     CHAT_TEXT,
+    NotLoadedError,
     SplitName,
     as_answer,
     as_level,
@@ -71,6 +76,7 @@ class QuestionAnswerTask(Task):
             if repeated := next((label for label, count in counts.items() if count > 1), None):
                 names = f"{counts[repeated]} sources have the label '{repeated}'"
                 raise ConfigError(f"task.{part}: {names}; give each a different label:")
+        self._trains = False
         if not self._heldout_sources:
             self._check_train_sources()
 
@@ -101,7 +107,7 @@ class QuestionAnswerTask(Task):
         keys = {key for rank, key in ranked if rank < fraction} or {ranked[0][1]}
         heldout = [question for key, question in keyed if key in keys]
         label = source_label(self._train_sources[0]) if len(self._train_sources) == 1 else "heldout"
-        self.lines.append(
+        self.notes.append(
             f"{label}: {len(heldout):,} of {plural(len(keyed), 'problem')} held out for evaluation "
             f"(heldout_fraction = {fraction:g})"
         )
@@ -109,12 +115,13 @@ class QuestionAnswerTask(Task):
 
     def _train(self) -> list[Problem]:
         self._check_train_sources()
+        self._trains = True  # an evaluation needs no training problems
         heldout = list(chain.from_iterable(self._heldout_questions.values()))
         keys, ids = {question_key(question.prompt) for question in heldout}, {q.id for q in heldout}
         clean = [question for key, question in self._train_questions if key not in keys]
         shared = len(self._train_questions) - len(clean)
         if shared and self._heldout_sources:
-            self.lines.append(f"train: {plural(shared, 'problem')} dropped, also in an evaluation set")
+            self.notes.append(f"train: {plural(shared, 'problem')} dropped, also in an evaluation set")
         if not clean:
             raise ConfigError(
                 "task.train: every problem is held out for evaluation, so none remains to train on; give more "
@@ -132,22 +139,30 @@ class QuestionAnswerTask(Task):
 
     def _load(self, source: Source, part: SplitName) -> list[Problem]:
         """Return the questions of a source, and add notes on them."""
-        questions, notes = load_questions(source, part, self._config)
-        self.lines += notes
+        try:
+            questions, notes = load_questions(source, part, self._config)
+        except NotLoadedError as error:
+            parts: tuple[SplitName, ...] = ("train", "heldout") if self._trains else (part,)
+            sources = {name: self._config.sources(name) for name in parts}
+            copies = [local_copies(name, given) for name, given in sources.items() if any(map(hub_id, given))]
+            if not copies:
+                raise
+            raise NotLoadedError(f"{error}; give local copies: {' '.join(copies)}") from None
+        self.notes += notes
         template, grader = self._config.template, questions[0].grader
         readable = GRADERS[grader].templates if grader in GRADERS else ()
         if any(not isinstance(question.prompt, str) for question in questions):
-            self.lines.append(
+            self.notes.append(
                 f"{source_label(source)}: has chat messages; task.template does not apply, task.system where they have "
                 "no system message"
             )
         elif not questions[0].answer:
-            self.lines.append(
+            self.notes.append(
                 f"{source_label(source)}: without reference answers, so that the default of task.template does not "
                 f"apply{f' and {grader!r} grades nothing' if needs_answer(grader) else ''}"
             )
         elif readable and template in TEMPLATES and template not in ("plain", *readable):
-            self.lines.append(
+            self.notes.append(
                 f"{source_label(source)}, {_PURPOSES[part]}: the grader '{grader}' does not read the answers that "
                 f"task.template = '{template}' asks for; use task.template = {' or '.join(readable)}"
             )
@@ -168,6 +183,19 @@ def hub_ids(config: DataTask) -> list[str]:
     """Return the ids of the data sets on the hub that a task reads, without files and folders."""
     ids = [hub_id(source) for source in (*config.sources("train"), *config.sources("heldout"))]
     return list(dict.fromkeys(filter(None, ids)))
+
+
+def local_copies(part: SplitName, sources: Sequence[Source]) -> str:
+    """Return the assignment of `--set` that reads the data sets on the hub from files."""
+    values = [
+        source.model_dump(mode="json", exclude_defaults=True, exclude={"subset", "split"}) | {"path": "FILE"}
+        if hub_id(source)
+        else source.model_dump(mode="json", exclude_defaults=True)
+        for source in sources
+    ]
+    value = values[0] if len(values) == 1 else values
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf).strip()
+    return f"--set {shlex.quote(f'task.{part}={text}')}"
 
 
 def load_questions(

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import re
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -42,6 +41,10 @@ _INTEGER_VALUED = re.compile(r"(-?\d+)\.0+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _FIRST_NUMBER = re.compile(r"\d+")
 CHAT_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+
+
+class NotLoadedError(ConfigError):
+    """A data set on the hub, or in a folder, that cannot be loaded; the caller advises how to give local copies."""
 
 
 def read_rows(source: Source, part: SplitName, revision: str | None = None) -> Iterator[Row]:
@@ -114,11 +117,7 @@ def _read_dataset(source: Source, part: SplitName, revision: str | None) -> Iter
             at_revision = {"revision": revision} if revision else {}
             rows = datasets.load_dataset(path, subset, split=split, **at_revision)
     except Exception as error:  # noqa: BLE001 - OSError, ValueError, errors of pyarrow and of the library
-        copy = "FILE" if source.name is None else f"{{name: {source.name}, path: FILE}}"
-        raise ConfigError(
-            f"{what}: cannot be loaded ({first_line(error).rstrip('.')}); give a local copy: --set "
-            f"{shlex.quote(f'task.{part}={copy}')}"
-        ) from None
+        raise NotLoadedError(f"{what}: cannot be loaded ({first_line(error).rstrip('.')})") from None
     finally:
         logging.disable(logging.NOTSET)
     if isinstance(rows, datasets.DatasetDict):
@@ -186,9 +185,8 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 f"{path}, line 1: two columns have the same name; the first line must name the columns"
             )
         if len(names) == 1 and (separators := [mark for mark in ";\t" if mark in names[0]]):
-            raise ConfigError(
-                f"{path}, line 1: its columns seem to be separated by {separators[0]!r}; save it with commas"
-            )
+            defect = f"its columns seem to be separated by {separators[0]!r}"
+            raise ConfigError(f"{path}, line 1: {defect}; save it with commas")
         for row in reader:
             if None in row:
                 raise ConfigError(
@@ -233,9 +231,9 @@ def _parse_json(text: str) -> Any:
 
 
 def _json_error(where: str, error: Exception) -> ConfigError:
-    problem = (
-        f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else first_line(error)
-    )
+    problem = first_line(error)
+    if isinstance(error, json.JSONDecodeError):
+        problem = f"{error.msg}, column {error.colno}"
     return ConfigError(f"{where}: not readable as JSON: {problem}")
 
 

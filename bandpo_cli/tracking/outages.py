@@ -28,10 +28,7 @@ log = logging.getLogger("bandpo_cli")
 CONNECT_TIMEOUT_S = 10.0  # of `check_reachable`
 _DATABASE_PORTS = {"postgresql": 5432, "postgres": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433}
 
-MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = (
-    1.0,
-    30.0,
-)  # after a failure: it doubles from the first up to the second
+MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0  # after a failure; it doubles from the first to the second
 FINAL_RETRIES = 2  # attempts on a failing store after the end of the run, `MIN_RETRY_DELAY_S` apart
 FINISH_TIMEOUT_S = 60.0  # that the end of a run waits for a store that answers
 UNREACHABLE_GRACE_S = 1.5  # and for a store that does not answer: it was tried during the run already

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from xxhash import xxh3_64
@@ -68,8 +69,8 @@ class TrainedState:
         ahead: the batches that are sampled ahead.
     """
 
-    weights: Mapping[str, torch.Tensor]
-    optimizer: Mapping[str, torch.Tensor]
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
     progress: checkpoints.Progress
     ahead: Sequence[SampledGroups] = ()
 
@@ -131,9 +132,8 @@ def write_checkpoint(
             (hidden / checkpoints.ROLLOUTS).parent.mkdir()
             write_sampled(hidden / checkpoints.ROLLOUTS, state.ahead)
         if ranks.size == 1:
-            checksums[checkpoints.OPTIMIZER] = write_tensors(
-                hidden / checkpoints.OPTIMIZER, state.optimizer, check
-            )
+            file = hidden / checkpoints.OPTIMIZER
+            checksums[checkpoints.OPTIMIZER] = write_tensors(file, state.optimizer, check)
 
     @_write_errors(folder)
     def complete() -> None:
@@ -176,7 +176,8 @@ def _write_sharded_optimizer(state: TrainedState, folder: Path, ranks: Ranks) ->
 
     @_write_errors(folder)
     def checksums() -> dict[str, str]:
-        return {f"{checkpoints.SHARDS}/{name}": file_checksum(shards / name) for name in ranks.share(names)}
+        own = names[ranks.share(len(names))]
+        return {f"{checkpoints.SHARDS}/{name}": file_checksum(shards / name) for name in own}
 
     return {name: value for part in ranks.agree(checksums) for name, value in part.items()}
 
@@ -190,9 +191,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
         raise RunError(f"{folder}: the checkpoint cannot be written: {reason_of(error)}") from error
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = lambda: None
-) -> str:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], check: Callable[[], None] = lambda: None) -> str:
     """Write tensors of floating-point types as a safetensors file and return the `file_checksum` of the file.
 
     The bytes are those of `safetensors.torch.save_file`, which writes a file in one call. This function writes and
@@ -239,7 +238,7 @@ class StateCopy:
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self._mesh = mesh
-        self._copies: dict[Hashable, torch.Tensor] = {}
+        self._copies: dict[Hashable, Tensor] = {}
 
     def missing_bytes(self, state: TrainedState) -> int:
         """Return the bytes that `take` would allocate; torch allocates pinned memory in powers of two."""
@@ -261,11 +260,10 @@ class StateCopy:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the copies to pinned memory are asynchronous
         weights = {name: self._copies.get(_place(item), item) for name, item in state.weights.items()}
-        return replace(
-            state, weights=weights, optimizer={k: self._copy_of(v) for k, v in state.optimizer.items()}
-        )
+        optimizer = {name: self._copy_of(item) for name, item in state.optimizer.items()}
+        return replace(state, weights=weights, optimizer=optimizer)
 
-    def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_of(self, tensor: Tensor) -> Tensor:
         """Return the copy of a tensor; that of this rank's shard of a DTensor is a DTensor in host memory."""
         copied = self._copies[_place(local_tensor(tensor))]
         if not isinstance(tensor, DTensor):
@@ -274,12 +272,12 @@ class StateCopy:
         return DTensor.from_local(copied, mesh, tensor.placements, shape=shape, stride=stride)
 
 
-def _place(tensor: torch.Tensor) -> Hashable:
+def _place(tensor: Tensor) -> Hashable:
     """Return device, address, shape and type of a tensor: what tied weights have in common."""
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
-def _by_place(state: TrainedState) -> dict[Hashable, torch.Tensor]:
+def _by_place(state: TrainedState) -> dict[Hashable, Tensor]:
     """Return the tensors of this rank that are to be copied, tied weights once."""
     is_sharded = any(isinstance(tensor, DTensor) for tensor in state.optimizer.values())
     weights = () if is_sharded else state.weights.values()
@@ -351,7 +349,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     def check(self) -> None:
         """Raise the error of a write that has failed, on all ranks; do not wait for one in progress."""
         # Where the thread of one rank has ended, those of the others are about to.
-        if self._call is not None and self._ranks.any(not self._call.is_alive()):
+        if self._call is not None and any(self._ranks.gather(not self._call.is_alive())):
             self.wait()
 
     def wait(self) -> None:
@@ -382,7 +380,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         if available is None or needed <= MAX_SHARE * available:
             with suppress(RuntimeError, MemoryError):  # torch's allocators raise RuntimeError
                 copied = self._copy.take(state)
-        if not self._ranks.any(copied is None):
+        if not any(self._ranks.gather(copied is None)):
             return copied
         self._copy = None
         log.warning(

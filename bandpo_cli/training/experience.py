@@ -20,22 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bandpo_cli.config.run import ObjectiveConfig, RunConfig
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.methods.importance_correction import importance_weights
 from bandpo_cli.methods.loss import LossBatch, PolicyLoss
+from bandpo_cli.models import packing
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.packing import (
-    TokenBatch,
-    balanced_owners,
-    batch_rows,
-    collate,
-    device_tensor,
-    empty_batch,
-    host_copy,
-    shared_rows,
-)
 from bandpo_cli.objective.advantages import wrong_peers
 from bandpo_cli.objective.policy_objective import AGGREGATIONS, entropy_threshold, off_policy_tokens
 from bandpo_cli.processes.ranks import Ranks
@@ -50,9 +41,9 @@ class MicroBatch(NamedTuple):
         sequences: [s] int64, index of each completion among the S of the update.
     """
 
-    tokens: TokenBatch
-    span: torch.Tensor
-    sequences: torch.Tensor
+    tokens: packing.TokenBatch
+    span: Tensor
+    sequences: Tensor
 
 
 Batch = TypeVar("Batch", bound=LossBatch)
@@ -63,40 +54,42 @@ one without gradient before the updates."""
 
 
 class OldPolicy(NamedTuple):
-    """The source of an update's values under π_old.
+    """The source of an update's values under π_old, and the passes of the trainer that measure them.
 
     Attributes:
         source: of the log-probs that the ratio is taken to.
         measured: the pass that gives the log-probs and entropies by the trainer; None for the values of the sampler.
+        measures_left_out: an extra pass gives those of the groups that are left out of the update, too.
         is_exact: the sampler's log-probs need no correction; see `sampling.sampler.is_exact`.
     """
 
     source: Literal["sampler"] | Pass
     measured: Pass | None
+    measures_left_out: bool
     is_exact: bool
 
 
-def old_policy(
-    objective: ObjectiveConfig,
-    loss: PolicyLoss,
-    sampler_is_exact: bool,
-    is_first: bool,
-    needs_entropy: bool = False,
-) -> OldPolicy:
+def old_policy(groups: Sequence[Group], loss: PolicyLoss, is_exact: bool, is_first: bool) -> OldPolicy:
     """Choose where an update takes its values under π_old from; `is_first` for the first update after sampling.
 
     The ratio is taken to the sampler's log-probs if `objective.old_logprobs` says so, and in later updates if they are
     exact. The first update takes its own even then: its ratios are exactly 1. A method that compares all tokens of an
-    update cannot wait for that pass, and with `needs_entropy` the update needs the entropies of all its tokens. A pass
-    that only serves metrics needs `objective.all_token_metrics`, unless it is a part of the first update.
+    update cannot wait for that pass, nor can `objective.top_entropy` where the sampler has reported no entropies. A
+    pass that only serves metrics needs `objective.all_token_metrics`, unless it is a part of the first update.
     """
-    if objective.old_logprobs == "sampler" or (sampler_is_exact and not is_first):
+    objective = loss.objective
+    completions = (rollout.completion for group in groups for rollout in group.rollouts_G)
+    lacks_entropy = objective.top_entropy is not None and not all(
+        len(item.entropies) == len(item.token_ids) for item in completions
+    )
+    all_tokens = lacks_entropy or (objective.all_token_metrics and not is_exact)
+    if objective.old_logprobs == "sampler" or (is_exact and not is_first):
         measured: Pass | None = "own pass" if is_first else None
-        if needs_entropy or (objective.all_token_metrics and not (is_first or sampler_is_exact)):
+        if lacks_entropy or (all_tokens and not is_first):
             measured = "extra pass"
-        return OldPolicy("sampler", measured, sampler_is_exact)
-    source: Pass = "own pass" if is_first and not (loss.needs_all_tokens or needs_entropy) else "extra pass"
-    return OldPolicy(source, source, sampler_is_exact)
+        return OldPolicy("sampler", measured, all_tokens, is_exact)
+    source: Pass = "own pass" if is_first and not (loss.needs_all_tokens or lacks_entropy) else "extra pass"
+    return OldPolicy(source, source, all_tokens, is_exact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,15 +112,15 @@ class Experience(LossBatch):
     """
 
     groups: Sequence[Group]
-    has_loss: torch.Tensor
+    has_loss: Tensor
     micro_batches: Sequence[MicroBatch]
-    order: torch.Tensor | None
-    sampler_logprobs: torch.Tensor
+    order: Tensor | None
+    sampler_logprobs: Tensor
     loss: PolicyLoss
     old: OldPolicy
-    trainer_logprobs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    entropy_threshold: torch.Tensor | None = None
+    trainer_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    entropy_threshold: Tensor | None = None
     left_out: Experience | None = None
 
     @property
@@ -140,11 +133,11 @@ class Experience(LossBatch):
         """Whether the pass of the update gives the entropies under π_old."""
         return self.old.measured == "own pass" and not (self.old.is_exact and self.entropy is not None)
 
-    def loss_weights(self, aggregation: str, max_tokens: int) -> torch.Tensor:
+    def loss_weights(self, aggregation: str, max_tokens: int) -> Tensor:
         """Return the weight of each token in the loss of the update, [N] float32, by `objective.aggregation`."""
         has_loss = torch.cat([part.has_loss for part in self.parts])
         lengths = torch.cat([part.lengths for part in self.parts])
-        counted = device_tensor(has_loss.nonzero().squeeze(1), lengths.device)
+        counted = packing.device_tensor(has_loss.nonzero().squeeze(1), lengths.device)
         weights = torch.zeros(len(lengths), device=lengths.device)
         weights[counted] = AGGREGATIONS[aggregation](lengths[counted], max_tokens)
         return weights[: len(self.lengths)].repeat_interleave(self.lengths, output_size=self.tokens)
@@ -154,12 +147,12 @@ class Experience(LossBatch):
         """The number of tokens, N."""
         return len(self.sampler_logprobs)
 
-    def dropped(self, logprobs: torch.Tensor) -> torch.Tensor | None:
+    def dropped(self, logprobs: Tensor) -> Tensor | None:
         """Return which tokens the off-policy mask drops, bool [N], for log π [N] in the update; None without it."""
         threshold = self.loss.objective.off_policy_mask
         return None if threshold is None else off_policy_tokens(logprobs, self, threshold)
 
-    def trained_advantages(self, logprobs: torch.Tensor) -> torch.Tensor:
+    def trained_advantages(self, logprobs: Tensor) -> Tensor:
         """Return the advantages, and 0 for masked, dropped and not chosen tokens, which have no policy loss, [N]."""
         masked = None if self.importance_weights is None else self.importance_weights == 0
         others = None if self.chosen is None else ~self.chosen
@@ -169,7 +162,7 @@ class Experience(LossBatch):
                 advantages = advantages.masked_fill(mask, 0.0)
         return advantages
 
-    def batch(self, part: MicroBatch, logprobs: torch.Tensor) -> LossBatch:
+    def batch(self, part: MicroBatch, logprobs: Tensor) -> LossBatch:
         """Return the values of the tokens of one of `micro_batches`.
 
         `logprobs`, [n], are those of the pass of the update, which may be the source of the values under π_old.
@@ -190,7 +183,7 @@ class Experience(LossBatch):
             return self._under_trainer(batch, logprobs.detach())
         return batch
 
-    def _under_trainer(self, batch: Batch, logprobs: torch.Tensor) -> Batch:
+    def _under_trainer(self, batch: Batch, logprobs: Tensor) -> Batch:
         """Return n tokens with the ratio taken to log-probs of π_old by the trainer, [n] float32.
 
         Importance weights and the columns of the method follow from them.
@@ -202,7 +195,7 @@ class Experience(LossBatch):
         columns = self.loss.prepare(logprobs, batch.advantages, *sampled)
         return replace(batch, old_logprobs=logprobs, importance_weights=weights, columns=columns)
 
-    def gather(self, ranks: Ranks, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def gather(self, ranks: Ranks, columns: Sequence[Tensor]) -> list[Tensor]:
         """Return the values of all ranks, [N] each, in the order of the update.
 
         `columns` are of one dtype and have the values of the tokens of `micro_batches`, one after another.
@@ -212,7 +205,7 @@ class Experience(LossBatch):
             return gathered
         return [torch.empty_like(column).index_copy_(0, self.order, column) for column in gathered]
 
-    def measured(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
+    def measured(self, logprobs: Tensor, entropy: Tensor | None) -> Experience:
         """Return the experience with log-probs and entropies (None: those of the sampler) by the trainer, [N] float32.
 
         The ratio is taken to these log-probs unless its source is the sampler.
@@ -223,16 +216,16 @@ class Experience(LossBatch):
             return experience
         return self._under_trainer(experience, logprobs)
 
-    def updated(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
+    def updated(self, logprobs: Tensor, entropy: Tensor | None) -> Experience:
         """Return the experience after its update, whose pass gave these values; it may be a pass under π_old."""
         return self.measured(logprobs, entropy) if self.old.measured == "own pass" else self
 
     def on_host(self) -> Experience:
         """Return the experience without micro-batches, with `host_copy` of its tensors."""
         tensors: dict[str, Any] = {
-            name: host_copy(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: packing.host_copy(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        columns = {name: host_copy(column) for name, column in self.columns.items()}
+        columns = {name: packing.host_copy(column) for name, column in self.columns.items()}
         left_out = None if self.left_out is None else self.left_out.on_host()
         return replace(self, micro_batches=(), columns=columns, left_out=left_out, **tensors)
 
@@ -242,7 +235,7 @@ def prepare_updates(
     policy: Policy,
     reference: Policy | None,
     groups: Sequence[Group],
-    advantages_PG: torch.Tensor,
+    advantages_PG: Tensor,
     loss: PolicyLoss,
     config: RunConfig,
     sampler_is_exact: bool,
@@ -262,26 +255,20 @@ def prepare_updates(
         RunError: a completion has no tokens.
     """
     max_tokens, temperature = config.optim.pass_tokens, config.sampling.temperature
-    device, objective, size = policy.device, config.objective, len(groups) // config.optim.updates
+    device, objective, size = policy.device, loss.objective, len(groups) // config.optim.updates
     finished_PG = [[item.completion.finish_reason == "stop" for item in group.rollouts_G] for group in groups]
     has_loss_PG = torch.tensor(finished_PG) | (not objective.mask_truncated)
     advantages_PG = advantages_PG.where(has_loss_PG, 0.0)
-    needs_entropy = objective.top_entropy is not None and not all(
-        len(item.completion.entropies) == len(item.completion.token_ids)
-        for group in groups
-        for item in group.rollouts_G
-    )
+    # With a penalty, a bonus, or a method that compares all tokens, groups without an advantage have a gradient, too.
+    has_bonus = objective.entropy_bonus > 0 or objective.entropy_target is not None
+    trains_all = bool(reference or loss.needs_all_tokens or has_bonus or objective.drift_penalty)
+    first, later = (old_policy(groups, loss, sampler_is_exact, is_first) for is_first in (True, False))
     experiences = []
     for start in range(0, len(groups), size):
-        advantages, has_loss = (values[start : start + size] for values in (advantages_PG, has_loss_PG))
-        runs = active_groups(advantages)
-        has_bonus = objective.entropy_bonus or objective.entropy_target is not None
-        if reference or loss.needs_all_tokens or has_bonus or objective.drift_penalty:
-            runs = torch.ones_like(runs)
-        old = old_policy(objective, loss, sampler_is_exact, is_first=start == 0, needs_entropy=needs_entropy)
-        used, others = ([*compress(groups[start : start + size], mask.tolist())] for mask in (runs, ~runs))
-        experience = _sampled(used, advantages[runs].to(device), has_loss[runs], loss, old)
-        experience = _with_micro_batches(experience, policy, max_tokens)
+        part, old = slice(start, start + size), later if start else first
+        of_update = groups[part], advantages_PG[part], has_loss_PG[part], loss, old, device
+        runs = active_groups(advantages_PG[part]) | trains_all
+        experience = _with_micro_batches(_sampled(*of_update, runs), policy, max_tokens)
         if reference is not None:
             (ref_logprobs,) = _forward(reference, experience, temperature, with_entropy=False)
             experience = replace(experience, ref_logprobs=ref_logprobs)
@@ -290,9 +277,9 @@ def prepare_updates(
             experience = replace(experience, columns=columns)
         if old.measured == "extra pass":
             experience = experience.measured(*_forward(policy, experience, temperature))
-        if others:
-            left_out = _sampled(others, advantages[~runs].to(device), has_loss[~runs], loss, old)
-            if needs_entropy or (objective.all_token_metrics and not sampler_is_exact):
+        if not runs.all():
+            left_out = _sampled(*of_update, ~runs)
+            if old.measures_left_out:
                 in_model = _with_micro_batches(left_out, policy, max_tokens)
                 left_out = left_out.measured(*_forward(policy, in_model, temperature))
             experience = replace(experience, left_out=left_out)
@@ -310,7 +297,7 @@ def _with_chosen(experience: Experience, share: float) -> Experience:
     columns = []
     for part in experience.parts:
         assert part.entropy is not None
-        has_loss = device_tensor(part.has_loss, part.lengths.device)
+        has_loss = packing.device_tensor(part.has_loss, part.lengths.device)
         columns.append(part.entropy[has_loss.repeat_interleave(part.lengths, output_size=part.tokens)])
     if not len(entropy := torch.cat(columns)):
         return experience
@@ -327,7 +314,7 @@ def adapted(policy: Policy, experience: Experience, temperature: float) -> Exper
     return replace(experience, columns={**experience.columns, **columns})
 
 
-def active_groups(advantages_PG: torch.Tensor) -> torch.Tensor:
+def active_groups(advantages_PG: Tensor) -> Tensor:
     """Return which groups have an advantage that is not 0, [P] bool; the first one where none has.
 
     An update without any token would leave the moments of AdamW as they are; with a gradient of 0 they decay.
@@ -340,30 +327,32 @@ def active_groups(advantages_PG: torch.Tensor) -> torch.Tensor:
 
 def _sampled(
     groups: Sequence[Group],
-    advantages_PG: torch.Tensor,
-    has_loss_PG: torch.Tensor,
+    advantages_PG: Tensor,
+    has_loss_PG: Tensor,
     loss: PolicyLoss,
     old: OldPolicy,
+    device: torch.device,
+    chosen_P: Tensor,
 ) -> Experience:
-    """Return the experience of groups with the values that the sampler has reported, without micro-batches."""
+    """Return the experience of the chosen groups with the values of the sampler, without micro-batches."""
+    groups, advantages = [*compress(groups, chosen_P.tolist())], advantages_PG[chosen_P].flatten().to(device)
     completions = [rollout.completion for group in groups for rollout in group.rollouts_G]
     if not all(completion.token_ids for completion in completions):
         raise RunError("the sampler returned a completion without a token, not even an end token")
-    device = advantages_PG.device
     peers = [share for group in groups for share in wrong_peers(group)]
-    lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
-    sampler_logprobs = device_tensor(np.concatenate([item.logprobs for item in completions]), device)
+    lengths = packing.device_tensor([len(completion.token_ids) for completion in completions], device)
+    sampler_logprobs = packing.device_tensor(np.concatenate([item.logprobs for item in completions]), device)
     entropy = None
     if all(len(item.entropies) == len(item.token_ids) for item in completions):
-        entropy = device_tensor(np.concatenate([item.entropies for item in completions]), device)
+        entropy = packing.device_tensor(np.concatenate([item.entropies for item in completions]), device)
     return Experience(
         groups=groups,
         micro_batches=(),
         order=None,
         lengths=lengths,
-        has_loss=has_loss_PG.flatten(),
-        wrong_peers=device_tensor(peers, device, torch.float32),
-        advantages=advantages_PG.flatten().repeat_interleave(lengths, output_size=len(sampler_logprobs)),
+        has_loss=has_loss_PG[chosen_P].flatten(),
+        wrong_peers=packing.device_tensor(peers, device, torch.float32),
+        advantages=advantages.repeat_interleave(lengths, output_size=len(sampler_logprobs)),
         sampler_logprobs=sampler_logprobs,
         old_logprobs=sampler_logprobs,
         entropy=entropy,
@@ -382,29 +371,28 @@ def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int)
     prompts_P = [group.rollouts_G[0].prompt_ids for group in groups]
     completions_PG = [[rollout.completion.marked_ids for rollout in group.rollouts_G] for group in groups]
     lengths_PG = [[*map(len, completions_G)] for completions_G in completions_PG]
-    owners_PG = np.array(balanced_owners([*map(len, prompts_P)], lengths_PG, ranks.size))
-    token_owners = owners_PG.repeat(
-        [len(item.completion.token_ids) for group in groups for item in group.rollouts_G]
-    )
+    owners_PG = np.array(packing.balanced_owners([*map(len, prompts_P)], lengths_PG, ranks.size))
+    rollouts = [rollout for group in groups for rollout in group.rollouts_G]
+    token_owners = owners_PG.repeat([len(rollout.completion.token_ids) for rollout in rollouts])
     sequences, tokens = (np.flatnonzero(owners == ranks.rank) for owners in (owners_PG, token_owners))
     batches = []
-    own_rows = shared_rows(prompts_P, completions_PG, (owners_PG == ranks.rank).tolist())
-    for rows in batch_rows(own_rows, max_tokens):
-        batch = collate(rows, device)
+    own_rows = packing.shared_rows(prompts_P, completions_PG, (owners_PG == ranks.rank).tolist())
+    for rows in packing.batch_rows(own_rows, max_tokens):
+        batch = packing.collate(rows, device)
         n, s = len(batch.targets), sum(len(row.completions) for row in rows)
-        places = (device_tensor(tokens[:n], device), device_tensor(sequences[:s], device))
+        places = (packing.device_tensor(tokens[:n], device), packing.device_tensor(sequences[:s], device))
         batches.append(MicroBatch(batch, *places))
         tokens, sequences = tokens[n:], sequences[s:]
-    none = device_tensor([], device, torch.int64)
-    nothing = MicroBatch(empty_batch(policy.pad_id, device), none, none)
-    batches += [nothing] * (int(ranks.max(len(batches))) - len(batches))
-    order = None if ranks.size == 1 else device_tensor(token_owners.argsort(kind="stable"), device)
+    if missing := max(ranks.gather(len(batches))) - len(batches):
+        none = packing.device_tensor([], device, torch.int64)
+        batches += [MicroBatch(packing.empty_batch(policy.pad_id, device), none, none)] * missing
+    order = None if ranks.size == 1 else packing.device_tensor(token_owners.argsort(kind="stable"), device)
     return replace(experience, micro_batches=batches, order=order)
 
 
 def _forward(
     policy: Policy, experience: Experience, temperature: float, with_entropy: bool = True
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Return log-probs, and entropies if asked for, of the tokens of all ranks, [N] each."""
     outputs = []
     with policy.passes() as model:

@@ -26,7 +26,7 @@ from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.grading.pool import all_calls_failed, grade_components
 from bandpo_cli.methods.loss import policy_loss
 from bandpo_cli.metric_names import TOTAL_SECONDS
-from bandpo_cli.models.load import release_cached_memory
+from bandpo_cli.models.load import Policy, release_cached_memory
 from bandpo_cli.objective.advantages import estimate_advantages
 from bandpo_cli.objective.policy_objective import next_entropy_bonus
 from bandpo_cli.sampling.sampler import is_exact
@@ -43,8 +43,8 @@ from bandpo_cli.training.metrics import (
     update_metrics,
 )
 from bandpo_cli.training.performance import PackedWork, RunTotals, StepTimer
-from bandpo_cli.training.rollout_batches import RolloutBatches
-from bandpo_cli.training.update import handle_bad_update, update_policy
+from bandpo_cli.training.rollout_batches import RolloutBatches, SampledGroups
+from bandpo_cli.training.update import AppliedUpdates, handle_bad_update, update_policy
 from bandpo_cli.types import Group, Rollout
 
 log = logging.getLogger("bandpo_cli")
@@ -78,21 +78,18 @@ def train(
     policy, optimizer, is_main = components.policy, components.optimizer, components.ranks.is_main
     reference = None if components.reference is None else components.reference.model
     # vLLM caches prompts and turns. The transformers engine has no cache between the turns of a conversation.
-    has_cache = (
-        config.sampling.vllm.prefix_caching if components.sampler.streams else not config.task.functions
-    )
+    streams, sampling = components.sampler.streams, config.sampling
+    has_cache = sampling.vllm.prefix_caching if streams else not config.task.functions
     totals = RunTotals(components.ranks.on_main(folder.read_metrics) if first > 0 else [])
     work = PackedWork(policy.model, components.ranks, reference, has_cache)
-    with (
-        CheckpointWriter(config, components, folder) as writer,
-        RolloutBatches(config, components) as batches,
-    ):
-        about = config, components, folder, writer, totals
+    about = config, components
+    with CheckpointWriter(*about, folder) as writer, RolloutBatches(*about) as batches:
+        finish_step = partial(_finish_step, *about, folder, writer, totals)
         if first == 0 and config.evaluation.is_due(0, config.steps):
-            yield _finish_step(*about, 0, totals.add({}), StepTimer(watch), sample=None)
+            yield finish_step(0, totals.add({}), StepTimer(watch), sample=None)
         for step in range(max(1, first), config.steps + 1):
             writer.check()
-            if components.ranks.any(stop()):
+            if any(components.ranks.gather(stop())):
                 watch("checkpoint")
                 writer.save_on_stop(step - 1)
                 return
@@ -102,15 +99,17 @@ def train(
             lag = optimizer.update - rollouts.version
             work.note_memory()
             released = components.sampler.sleep()
-            batches.start(step)  # only with an engine process and sampling.max_lag
+            if config.sampling.max_lag:
+                batches.start(step)
             adapts = config.objective.entropy_target is not None
             settings = with_entropy_bonus(config, components.entropy_bonus) if adapts else config
+            scheduled = config.bounds.scheduled(step, config.steps)
             with work, timer.phase("logprobs"):
                 # → advantages → token batches → old log-probs → bounds
                 advantages_PG = step_advantages(config, rollouts.groups)
-                loss = policy_loss(config.bounds.at_step(step, config.steps), settings.objective)
+                loss = policy_loss(config.bounds.model_copy(update=scheduled), settings.objective)
                 # The log-probs of older weights are not the trainer's, whichever engine computed them.
-                exact = config.sampling.max_lag == 0 and is_exact(components.sampler, policy)
+                exact = sampling.max_lag == 0 and is_exact(components.sampler, policy)
                 graded = rollouts.groups, advantages_PG
                 experiences = prepare_updates(policy, components.reference, *graded, loss, settings, exact)
             with work, timer.phase("update"):
@@ -125,21 +124,15 @@ def train(
                 updates = updates.on_host()
                 record = rollout_metrics(rollouts.sampled) | token_metrics(updates.trained or updates.skipped)
                 record |= update_metrics(updates)
-                scheduled = config.bounds.scheduled(step, config.steps)
                 record |= {f"bounds/{name}": value for name, value in scheduled.items()}
                 record |= work.metrics(timer, rollouts, updates.trained, totals, released)
                 if adapts:
                     record |= _adapt_entropy_bonus(config, components, record["train/entropy"])
-                last = step if config.stop.budget_reached(record) else config.steps
-                if config.sampling.max_lag:
+                if sampling.max_lag:
                     record |= {"sampler/lag": float(lag), "sampler/lag_steps": float(rollouts.age)}
                 if is_main:
-                    folder.write_samples(step, rollouts.sampled)
-                    if updates.trained and config.evaluation.is_due(step, last):
-                        folder.write_tokens(step, clip_map_columns(updates))
-                    if is_recorded(config, step, last):
-                        tokenizer = components.policy.tokenizer
-                        folder.write_token_values(step, token_values(rollouts.sampled, updates, tokenizer))
+                    last = step if config.stop.budget_reached(record) else config.steps
+                    _write_tables(config, policy, folder, step, last, rollouts, updates)
                 # No values per token are held while the sampler wakes up and samples.
                 del updates
             batches.wait(timer)
@@ -148,7 +141,7 @@ def train(
                 components.sampler.sync(policy.model, optimizer.update)
             # → evaluation and checkpoint where due → the step's line
             sample = rollouts.groups[0].rollouts_G[0]
-            yield _finish_step(*about, step, record, timer, sample)
+            yield finish_step(step, record, timer, sample)
 
 
 def step_advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
@@ -175,6 +168,23 @@ def _adapt_entropy_bonus(config: RunConfig, components: Components, entropy: flo
     adapted = next_entropy_bonus(config.objective, before[0], entropy)
     components.entropy_coefficient, components.entropy_bonus = adapted
     return dict(zip(("train/entropy_coefficient", "train/entropy_bonus"), before, strict=True))
+
+
+def _write_tables(
+    config: RunConfig,
+    policy: Policy,
+    folder: RunFolder,
+    step: int,
+    last: int,
+    rollouts: SampledGroups,
+    updates: AppliedUpdates,
+) -> None:
+    """Write the completions of a step, and the values of its tokens where they are due."""
+    folder.write_samples(step, rollouts.sampled)
+    if updates.trained and config.evaluation.is_due(step, last):
+        folder.write_tokens(step, clip_map_columns(updates))
+    if is_recorded(config, step, last):
+        folder.write_token_values(step, token_values(rollouts.sampled, updates, policy.tokenizer))
 
 
 def _finish_step(

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.profiler import record_function
 from transformers import PreTrainedModel
 
@@ -30,11 +31,8 @@ class GradientNormError(NonFiniteError):
     """The norm of the gradient is NaN or infinite, although log-probs and loss are finite."""
 
 
-FIRST_LOSS_SCALE = 2.0**16
 GROWTH_UPDATES = 400
-"""The factor on the loss of a model in float16 at the start, as in torch's GradScaler, and the number of updates
-without an overflow after which it doubles, as in verl 0.9.1."""
-
+"""Updates without an overflow after which the factor on the loss of a model in float16 doubles, as in verl 0.9.1."""
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
@@ -63,9 +61,8 @@ class Optimizer:
         update: number of updates so far, including skipped ones: the position in the schedule, and the version of
             the weights.
         skipped_in_a_row: number of consecutive skipped updates up to now; 0 after an applied one.
-        is_scaled: the model computes in float16, whose smallest gradients would become 0 without a factor on the loss.
-        loss_scale: this factor, by which the gradients are divided again; 1 for other models.
-        scaled_updates: number of updates since it last changed.
+        scaler: the factor on the loss of a model in float16, whose smallest gradients would become 0 without it;
+            disabled, with the factor 1, for other models.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, total_updates: int) -> None:
@@ -81,7 +78,9 @@ class Optimizer:
         self._with_master = {
             name for name, master in self._masters.items() if master.dtype != (saved or trained[name].dtype)
         }
-        self.is_scaled = torch.float16 in {saved, *(parameter.dtype for parameter in trained.values())}
+        is_float16 = torch.float16 in {saved, *(parameter.dtype for parameter in trained.values())}
+        device = self._parameters[0].device.type
+        self.scaler = GradScaler(device, growth_interval=GROWTH_UPDATES, enabled=is_float16)
         self._fused = all(parameter.device.type in FUSED_DEVICES for parameter in self._parameters)
         self._adamw = torch.optim.AdamW(
             self._parameters,
@@ -93,35 +92,34 @@ class Optimizer:
             # bytes per parameter.
             fused=self._fused,
         )
-        self.update = self.skipped_in_a_row = self.scaled_updates = 0
-        self.loss_scale = FIRST_LOSS_SCALE if self.is_scaled else 1.0
+        self.update = self.skipped_in_a_row = 0
 
     @property
     def lr(self) -> float:
         """Return the learning rate of the next update."""
         return self._config.lr * lr_factor(self.update, self._total, self._config)
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Return the optimizer state of a checkpoint, not copied: AdamW's moments and the masters of narrower weights.
 
         The keys are `<parameter>.<moment>` and `<parameter>.master`, for any number of ranks; a parameter that never
         had a gradient has no moments. Those of a sharded model are DTensors, except the scalars.
         """
-        state: dict[str, torch.Tensor] = {}
+        state: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             state |= {f"{name}.{moment}": value for moment, value in self._adamw.state[master].items()}
             if name in self._with_master:
                 state[f"{name}.master"] = master.detach()
         return state
 
-    def empty_state(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
+    def empty_state(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Return tensors for `load_state` to read a saved state of these shapes into: masters, and new moments.
 
         Raises:
             ValueError: the state belongs to a model with other parameters or types.
         """
         self._check_keys(shapes)
-        state: dict[str, torch.Tensor] = {}
+        state: dict[str, Tensor] = {}
         for key, shape in shapes.items():
             name, _, kind = key.rpartition(".")
             master = self._masters[name].detach()
@@ -129,7 +127,7 @@ class Optimizer:
             state[key] = master if kind == "master" else moment
         return state
 
-    def load_state(self, state: Mapping[str, torch.Tensor], update: int, skipped_in_a_row: int) -> None:
+    def load_state(self, state: Mapping[str, Tensor], update: int, skipped_in_a_row: int) -> None:
         """Load the state saved after `update` updates; the model must have the weights of that checkpoint.
 
         Raises:
@@ -161,7 +159,7 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     @record_function(f"{PROFILER_PREFIX}optimizer")
-    def step(self, check: Callable[[torch.Tensor], float] = float) -> float:
+    def step(self, check: Callable[[Tensor], float] = float) -> float:
         """Clip the gradient to `optim.max_grad_norm`, apply one update and return the norm before clipping.
 
         The norm is computed over the complete gradient, also for a sharded model.
@@ -171,8 +169,7 @@ class Optimizer:
         """
         limit = math.inf if self._config.max_grad_norm is None else self._config.max_grad_norm
         gradients = [item.grad for item in self._parameters if item.grad is not None]
-        if self.is_scaled:
-            torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
+        self.scaler.unscale_(self._adamw)
         total = nn.utils.get_total_norm(gradients)
         norm = check(full_tensor(total))
         if norm > UNCLIPPED * limit:
@@ -180,29 +177,24 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
+        self.scaler.update()
         if self._narrow:
             with torch.no_grad():
                 parameters, masters = zip(*self._narrow, strict=True)
                 torch._foreach_copy_([*parameters], [*masters])
         self.update += 1
         self.skipped_in_a_row = 0
-        if self.is_scaled:
-            self.scaled_updates = (self.scaled_updates + 1) % GROWTH_UPDATES
-            self.loss_scale *= 1.0 if self.scaled_updates else 2.0
         return norm
 
-    def skip_overflow(self) -> bool:
-        """Halve `loss_scale` and skip the update, which does not count as `skipped_in_a_row`; False where it is 1."""
-        if self.loss_scale <= 1.0:
-            return False
-        self.loss_scale, self.scaled_updates = self.loss_scale / 2.0, 0
-        self.update += 1
-        return True
+    def skip(self, overflow: bool = False) -> None:
+        """Skip an update: weights, masters and moments stay, the learning-rate schedule advances.
 
-    def skip(self) -> None:
-        """Skip an update: weights, masters and moments stay, the learning-rate schedule advances."""
+        After an overflow in float16 the factor on the loss is halved, and the update is not a part of
+        `skipped_in_a_row`.
+        """
+        self.scaler.update(None if overflow else self.scaler.get_scale())
         self.update += 1
-        self.skipped_in_a_row += 1
+        self.skipped_in_a_row += not overflow
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
@@ -211,7 +203,7 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
         return parameter
     master = nn.Parameter(parameter.detach().float())
 
-    def accumulate_in_master(narrow: torch.Tensor) -> None:
+    def accumulate_in_master(narrow: Tensor) -> None:
         assert narrow.grad is not None
         # Added without a float32 copy of it, which would take 4 bytes per element of the largest parameter.
         master.grad = narrow.grad.float() if master.grad is None else master.grad.add_(narrow.grad)

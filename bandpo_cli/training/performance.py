@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,13 +19,7 @@ from torch import nn
 from torch.profiler import record_function
 from transformers import PreTrainedModel
 
-from bandpo_cli.metric_names import (
-    FLOPS,
-    PROFILER_PREFIX,
-    SAMPLED_TOKENS,
-    TOTALS,
-    TRAINED_TOKENS,
-)
+from bandpo_cli.metric_names import FLOPS, PROFILER_PREFIX, SAMPLED_TOKENS, TOTALS, TRAINED_TOKENS
 from bandpo_cli.models.packing import Packing
 from bandpo_cli.models.weights import forward_dtype
 from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count, silent_ranks
@@ -61,6 +56,7 @@ _OTHER_CARDS = {"Laptop", "Ti", "D", "MIG"}
 """Words in the names of cards that are slower or faster than the card without the word, or a part of it."""
 
 
+@dataclass
 class StepTimer:
     """Seconds per phase of a step, reported under `time/`.
 
@@ -68,15 +64,14 @@ class StepTimer:
         watch: called with the name of each phase when it starts.
     """
 
-    def __init__(self, watch: Callable[[str], None] = lambda phase: None) -> None:
-        self._watch = watch
-        self._start = time.perf_counter()
-        self._seconds: dict[str, float] = {}
+    watch: Callable[[str], None] = lambda phase: None
+    _start: float = field(default_factory=time.perf_counter)
+    _seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the body to `time/<name>`, and label it in a profiler trace."""
-        self._watch(name)
+        self.watch(name)
         start = time.perf_counter()
 
         def described() -> str:
@@ -176,14 +171,11 @@ class PackedWork(AbstractContextManager["PackedWork"]):
         self.flops, self.positions, self.padding, self._memory = 0.0, 0, 0, 0
         modules, head = model.base_model.modules(), model.get_output_embeddings().weight
         embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
-        layers = [
-            item for item in model.base_model.parameters() if item.ndim > 1 and id(item) not in embeddings
-        ]
+        parameters = model.base_model.parameters()
+        layers = [item for item in parameters if item.ndim > 1 and id(item) not in embeddings]
         text = model.config.get_text_config()
-        counts = (
-            getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")
-        )
-        experts = next(filter(None, counts), None)
+        names = "num_experts", "num_local_experts", "n_routed_experts"
+        experts = next(filter(None, (getattr(text, name, None) for name in names)), None)
         active: float = (getattr(text, "num_experts_per_tok", None) or experts or 1) / (experts or 1)
         sizes = [item.numel() * (active if item.ndim == 3 else 1) for item in layers]  # [experts, out, in]
         self._layers, self._head = sum(sizes), int(head.numel())
@@ -208,9 +200,7 @@ class PackedWork(AbstractContextManager["PackedWork"]):
         for hook in self._hooks:
             hook.remove()
 
-    def _add(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object
-    ) -> None:
+    def _add(self, module: nn.Module, args: object, kwargs: Mapping[str, Any], output: object) -> None:
         """Count a packed forward pass; a forward hook."""
         packing: Packing = kwargs["packing"]
         tokens = sum(map(sum, packing.rows))
@@ -259,8 +249,6 @@ class PackedWork(AbstractContextManager["PackedWork"]):
         times are those of this rank, and utilisation and memory are per GPU, the memory that of the fullest one.
 
         Args:
-            timer: the times of the step's phases.
-            rollouts: the rollouts of the step.
             trained: the batches of the applied updates; their zero-variance groups count, too.
             totals: those of the run before the step, to which the tokens and FLOPs of the step are added.
             released: bytes that `Sampler.sleep` has released since the last `note_memory`.
@@ -269,11 +257,12 @@ class PackedWork(AbstractContextManager["PackedWork"]):
         training = timer.seconds("logprobs", "update")
         counts = self._ranks.gather((self.flops, self.positions, self.padding))
         flops, positions, padding = map(sum, zip(*counts, strict=True))
-        metrics = (
-            {"perf/sampled_tokens_per_s": rollouts.tokens / rollouts.seconds} if rollouts.seconds else {}
-        )
-        metrics["perf/trained_tokens_per_s"] = trained_tokens / training
-        metrics["perf/padding_fraction"] = padding / max(1, positions)
+        metrics = {
+            "perf/trained_tokens_per_s": trained_tokens / training,
+            "perf/padding_fraction": padding / max(1, positions),
+        }
+        if rollouts.seconds:
+            metrics["perf/sampled_tokens_per_s"] = rollouts.tokens / rollouts.seconds
         sampling = self.flops_of(sampling_rows(rollouts.sampled, self._prompt_once))
         taken = {SAMPLED_TOKENS: rollouts.tokens, TRAINED_TOKENS: trained_tokens, FLOPS: flops + sampling}
         metrics |= totals.add(taken)
@@ -281,6 +270,6 @@ class PackedWork(AbstractContextManager["PackedWork"]):
             metrics["perf/model_flop_utilisation"] = flops / (training * self.peak * self._ranks.size)
         if self._device.type == "cuda":
             self.note_memory(released)
-            metrics["perf/peak_memory_gib"] = self._ranks.max(self._memory) / 2**30
+            metrics["perf/peak_memory_gib"] = max(self._ranks.gather(self._memory)) / 2**30
         self.flops, self.positions, self.padding, self._memory = 0.0, 0, 0, 0
         return metrics

@@ -232,7 +232,8 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         """Return the graded groups of the next `count` problems, those of all ranks."""
         config, components = self._config, self._components
         params, batch = components.params, components.stream.next(count)
-        problems, seed = ranks.share(batch), seed + ranks.share_start(len(batch))
+        own = ranks.share(len(batch))
+        problems, seed = batch[own], seed + own.start
         completions: list[list[Completion]] = []
         texts: list[str] = []
         rewards = config.task.rewards
@@ -306,9 +307,7 @@ def select_groups(sampled: Sequence[Group], wanted: int, updates: int) -> list[G
 def write_sampled(path: Path, batches: Sequence[SampledGroups]) -> None:
     """Write batches as a safetensors file: a tensor per value of the tokens, the rest as JSON in its metadata."""
     completions = [completion for batch in batches for completion in batch.completions]
-    tensors = {
-        name: np.concatenate([getattr(completion, name) for completion in completions]) for name in _PER_TOKEN
-    }
+    tensors = {name: np.concatenate([getattr(item, name) for item in completions]) for name in _PER_TOKEN}
     tensors["lengths"] = np.array([len(completion.token_ids) for completion in completions], np.int32)
     rollouts = [rollout for batch in batches for group in batch.sampled for rollout in group.rollouts_G]
     metadata = {

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.profiler import record_function
 
 from bandpo_cli.config.run import RunConfig
@@ -44,11 +45,11 @@ class Forward(NamedTuple):
         entropy: [N], entropy of π at T=1, nats; None where it was not asked for.
     """
 
-    loss: torch.Tensor
-    logprobs: torch.Tensor
-    ratios: torch.Tensor
-    gradient_weights: torch.Tensor
-    entropy: torch.Tensor | None = None
+    loss: Tensor
+    logprobs: Tensor
+    ratios: Tensor
+    gradient_weights: Tensor
+    entropy: Tensor | None = None
 
 
 @dataclass
@@ -57,7 +58,7 @@ class AppliedUpdates:
 
     Attributes:
         lr: learning rate of the last update, applied or skipped.
-        loss_scale: as in `Optimizer`, after the last update; None for a model that is not in float16.
+        loss_scale: the factor on the loss after the last update; None for a model that is not in float16.
         skipped: the experiences of skipped updates.
     """
 
@@ -106,30 +107,30 @@ def update_policy(
         optimizer.zero_grad()
         if experience.loss.adapts and experience.old.source != "own pass":
             experience = adapted(policy, experience, config.sampling.temperature)
-        forward = accumulate_gradient(policy, experience, config, optimizer.loss_scale)
+        forward = accumulate_gradient(policy, experience, config, optimizer.scaler)
         try:
             norm = optimizer.step(partial(finite_norm, experience, forward))
         except NonFiniteError as error:
-            if isinstance(error, GradientNormError) and optimizer.skip_overflow():
+            overflow = isinstance(error, GradientNormError) and optimizer.scaler.get_scale() > 1.0
+            if not overflow:
+                if on_bad_update is None:
+                    raise
+                on_bad_update(number, experience, forward, error)
+            optimizer.skip(overflow)
+            if overflow and policy.ranks.is_main:
                 skipped = "the gradient of update %d overflows in float16; it is skipped, the loss scale falls to %g"
-                if policy.ranks.is_main:
-                    log.warning(skipped, optimizer.update, optimizer.loss_scale)
-                updates.skipped.append(experience)
-                continue
-            if on_bad_update is None:
-                raise
-            on_bad_update(number, experience, forward, error)
-            optimizer.skip()
+                log.warning(skipped, optimizer.update, optimizer.scaler.get_scale())
             updates.skipped.append(experience)
             continue
         updates.trained.append(experience.updated(forward.logprobs, forward.entropy))
         updates.forwards.append(forward)
         updates.grad_norms.append(norm)
-    updates.loss_scale = optimizer.loss_scale if optimizer.is_scaled else None
+    if optimizer.scaler.is_enabled():
+        updates.loss_scale = optimizer.scaler.get_scale()
     return updates
 
 
-def finite_norm(experience: Experience, forward: Forward, norm: torch.Tensor) -> float:
+def finite_norm(experience: Experience, forward: Forward, norm: Tensor) -> float:
     """Return the gradient norm of an update as a number, with one transfer from the device for all that is checked.
 
     Raises:
@@ -156,9 +157,9 @@ def finite_norm(experience: Experience, forward: Forward, norm: torch.Tensor) ->
 
 
 def accumulate_gradient(
-    policy: Policy, experience: Experience, config: RunConfig, loss_scale: float = 1.0
+    policy: Policy, experience: Experience, config: RunConfig, scaler: GradScaler
 ) -> Forward:
-    """Compute the loss of an update and add its gradient, times `loss_scale`, to the parameters, pass by pass.
+    """Compute the loss of an update and add its gradient, scaled by `scaler`, to the parameters, pass by pass.
 
     The aggregation weights are those of the complete update, so the sum over micro-batches of any size, and over ranks,
     is its loss.
@@ -179,7 +180,7 @@ def accumulate_gradient(
             if new.sampling_entropy is not None:
                 outputs.append(new.sampling_entropy)
                 gradients.append(out.entropy_gradient)
-            torch.autograd.backward(outputs, [gradient * loss_scale for gradient in gradients])
+            torch.autograd.backward(outputs, scaler.scale(gradients))
         micro.tokens.packing.drop_masks()
         losses.append(out.loss)
         tokens = (new.logprobs.detach(), out.ratios, out.gradient_weights, new.entropy)
@@ -251,7 +252,7 @@ def check_finite_weights(model: nn.Module) -> None:
 def _token_columns(experience: Experience, forward: Forward) -> dict[str, list[list[float] | None]]:
     """Return the columns of a bad batch with token values (docs/metrics.md); None where a value was not computed."""
     lengths = experience.lengths.tolist()
-    columns: dict[str, torch.Tensor | None] = {
+    columns: dict[str, Tensor | None] = {
         "old_logprobs": None if experience.old.measured == "own pass" else experience.old_logprobs,
         "new_logprobs": forward.logprobs,
         "trainer_logprobs": experience.trainer_logprobs,

@@ -172,7 +172,7 @@ MISTAKES: dict[str, list[str]] = {
     "sweep --pilot my-run": ["--pilot: goes with --power 0.02"],
     "sweep --power 0.02 --pilot my-run --steps 3": ["--power", "leave out --steps"],
     "sweep --power 0 --pilot my-run": ["--power 0: a difference of accuracies above 0 and below 1"],
-    "sweep --power 0.02 --pilot my-run": ["--pilot my-run: no finished run"],
+    "sweep --power 0.02 --pilot my-run": ["--pilot my-run: no run can be used", "give a sweep that finished with"],
     # evaluations
     "eval --model my-rum@3": ["no such run", "did you mean 'my-run'"],
     f"eval --model {LONG}": ["no such run or folder"],
@@ -294,7 +294,8 @@ def test_flags_are_settings_also_with_value_0(folder, monkeypatch):
     planned = []
     monkeypatch.setattr(SweepView, "print_plan", lambda _, info: planned.append(info))
     monkeypatch.setattr("bandpo_cli.sweeps.estimate.check_starts", lambda *_: None)
-    succeed(*["sweep", "--lr", "1e-5,1e-6", "--max-tokens", "6,8", "--steps", "2", "--dry-run"], cwd=folder)
+    command = "sweep --lr 1e-5,1e-6 --max-tokens 6,8 --steps 2 --dry-run"
+    assert "dry runs, one for all runs with the same start" in succeed(*command.split(), cwd=folder).out
     runs = {(config.optim.lr, config.sampling.max_tokens) for config in planned[0].configs.values()}
     assert runs == {(1e-5, 6), (1e-5, 8), (1e-6, 6), (1e-6, 8)}
 

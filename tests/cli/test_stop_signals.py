@@ -22,9 +22,9 @@ def test_the_second_signal_exits(number, code, again, capfd):
     before = signal.getsignal(number)
     with StopSignals() as signals:
         signals.start(None)
-        assert not signals.requested
+        assert not signals.is_requested()
         os.kill(os.getpid(), number)
-        assert (signals.requested, signals.exit_code) == (True, code)
+        assert (signals.is_requested(), signals.exit_code) == (True, code)
         with pytest.raises(SystemExit) as end:
             os.kill(os.getpid(), number)
     assert end.value.code == code
@@ -62,7 +62,7 @@ def test_handlers_are_unchanged_in_another_thread():
     def work() -> None:
         with StopSignals() as signals:
             signals.start(None)
-            seen.append((signal.getsignal(signal.SIGTERM), signals.requested))
+            seen.append((signal.getsignal(signal.SIGTERM), signals.is_requested()))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -83,10 +83,10 @@ def test_a_rank_of_nproc_listens_to_its_parent_process_alone(capfd):
         signals.start(None)
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
-        assert not signals.requested
+        assert not signals.is_requested()
         os.kill(os.getpid(), signal.SIGVTALRM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert (signals.requested, signals.sender, signals.exit_code) == (True, "SIGTERM", 143)
+        assert (signals.is_requested(), signals.sender, signals.exit_code) == (True, "SIGTERM", 143)
         with pytest.raises(SystemExit) as end:
             os.kill(os.getpid(), signal.SIGVTALRM)
     assert (end.value.code, str(end.value)) == (143, "stopped by SIGTERM")
@@ -141,7 +141,7 @@ def test_a_rank_of_torchrun_ignores_sigterm_at_the_end(monkeypatch, capfd):
     with StopSignals() as signals:
         signals.start(None)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert signals.requested
+        assert signals.is_requested()
         signals.phase("close")
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -154,14 +154,14 @@ def test_sighup_stops_as_sigterm_does_unless_nohup_ignores_it():
         signals.start(None)
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGHUP)
-        assert (signals.requested, signals.sender, signals.exit_code) == (True, "SIGHUP", 129)
+        assert (signals.is_requested(), signals.sender, signals.exit_code) == (True, "SIGHUP", 129)
     with pytest.raises(SystemExit, match="stopped by SIGHUP"), exit_on_sigterm():
         os.kill(os.getpid(), signal.SIGHUP)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with exit_on_sigterm(), StopSignals() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
-        assert not signals.requested
+        assert not signals.is_requested()
     finally:
         signal.signal(signal.SIGHUP, before)
 

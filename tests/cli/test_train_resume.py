@@ -286,7 +286,7 @@ def test_random_kills(tmp_path):
 
 
 def test_a_signal_during_loading_exits_and_writes_nothing(tmp_path):
-    process = start_held(tmp_path, "load", *SMALL)
+    process = start_held(tmp_path, "load", *SMALL, "--set=deterministic=true")
     wait_until(process, (tmp_path / "loading").exists)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)

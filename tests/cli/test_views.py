@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.panel import Panel
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
-from bandpo_cli.cli.console import ExperimentView, print_settings
+from bandpo_cli.cli.console import ExperimentView, print_line, print_settings
 from bandpo_cli.cli.eval import histogram, print_comparison, print_scores, ungraded_line
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.cli.sweep import plan_table, seconds_left, variants_table
@@ -220,28 +220,33 @@ def test_eval_metrics_are_formatted_with_at_signs():
 
 
 def test_rewards_other_than_0_and_1_come_before_the_accuracy():
-    """The panel shows the reward from the first step that has one; the evaluation before training has none yet."""
+    """The panel shows the reward from the first step that has one; the evaluation before training has none yet.
+
+    Rewards of a scale may never reach 1: an accuracy appears once a completion is correct.
+    """
     scores = {"eval/countdown/mean_at_16": 0.0, "eval/countdown/reward": 0.0}
     reports = [report(0), report(1), report(2)]
     reports[0].record.update(scores)
     for step in (1, 2):
-        reports[step].record.update({"train/reward": 0.125 * step, "train/accuracy": 0.0})
+        reports[step].record.update({"train/reward": 0.125 * step, "train/accuracy": 0.0625 * (step - 1)})
     rollout = reports[2].sample
     assert rollout is not None
     reports[2] = replace(reports[2], sample=replace(rollout, grade=Grade(0.25, False, "wrong")))
     reports[2].record.update(scores | {"eval/countdown/reward": 0.5})
     lines = shown(False, reports, steps=2).splitlines()
     assert "step 0/2  held-out mean@16 0.000" in lines
-    assert any(line.startswith("step 2/2  reward 0.250  training accuracy 0.000  entropy") for line in lines)
-    assert lines[-1].endswith("held-out reward 0.500 · mean@16 0.000")
+    assert any(line.startswith("step 1/2  reward 0.125  entropy") for line in lines)
+    assert any(line.startswith("step 2/2  reward 0.250  training accuracy 0.062  entropy") for line in lines)
+    assert lines[-1].endswith("s/step  held-out reward 0.500")
     panel = shown(True, reports, steps=2).split("╭")[-1]
-    assert re.search(r"reward +0.250 .*\n.*training accuracy +0.000 ", panel)
+    assert re.search(r"reward +0.250 .*\n.*training accuracy +0.062 ", panel)
+    assert "accuracy" not in shown(True, reports[:2], steps=2).split("╭")[-1]
     assert re.search(r"reward 0.250, \S*wrong", panel)
     assert "reward" not in shown(True, [report(0), report(1)], steps=1)
     out = io.StringIO()
     result = RunResult(Path("runs/r"), "FINISHED", [item.record for item in reports])
     print_summary(Console(file=out, width=100), resolve([{"tracking": {"mlflow": False}}]), result)
-    assert re.search(r"reward +0.125 → 0.250\n.*training +accuracy 0.000 → 0.000", out.getvalue())
+    assert re.search(r"reward +0.125 → 0.250\n.*training +accuracy 0.000 → 0.062", out.getvalue())
 
 
 def test_the_summary_has_the_phases_of_all_steps_also_those_before_a_resume():
@@ -257,6 +262,20 @@ def test_the_summary_has_the_phases_of_all_steps_also_those_before_a_resume():
     )
     assert f"a step      {expected}" in out.getvalue()
     assert phases_text({"time/step": 2.0, "time/eval": 2.0}, 0) == "", "no step trained"
+
+
+def test_no_line_of_a_terminal_ends_between_a_number_and_its_unit():
+    quantities = ("0.49 s)", "≤ 8 tokens", "T = 1", "64 prompts", "× 16 = 1,024 completions")
+    for width in range(40, 100):
+        out = io.StringIO()
+        console = Console(file=out, width=width, force_terminal=True, color_system=None)
+        print_line(
+            console,
+            "grading 1% (0.49 s), answers of ≤ 8 tokens, T = 1, 64 prompts × 16 = 1,024 completions",
+            "a",
+        )
+        assert all(quantity in out.getvalue() for quantity in quantities)
+        assert max(map(len, out.getvalue().splitlines())) <= width
 
 
 def test_shares_of_completions_that_are_flagged():

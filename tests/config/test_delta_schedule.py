@@ -19,7 +19,7 @@ def radii(steps: int, **bounds: Any) -> list[float]:
     """Return the radius of each step of a run, as the training loop asks for it."""
     settings = resolve([{"bounds": bounds, "steps": steps}]).bounds
     assert isinstance(settings, TrustRegionSettings)
-    return [settings.at_step(step, steps).delta for step in range(1, steps + 1)]
+    return [settings.scheduled(step, steps)["delta"] for step in range(1, steps + 1)]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,6 @@ def test_every_method_with_a_trust_region_can_schedule_its_radius() -> None:
 def test_nothing_is_scheduled_by_default() -> None:
     for settings in (cls() for cls in MethodSettings.classes().values()):  # type: ignore[call-arg]
         assert settings.scheduled(1, 10) == {}
-        assert settings.at_step(1, 10) == settings
 
 
 def test_the_settings_of_a_constant_radius_have_no_key_of_the_schedule() -> None:

@@ -85,7 +85,7 @@ def test_the_estimate_and_the_advice_follow_the_device():
     parts = on_gpu.always
     assert parts["master weights"] == 2 * parts["weights"] == on_cpu.always["weights"]
     assert "master weights" not in on_cpu.always
-    assert ("model.dtype", "bfloat16") in memory_savings(config, on_gpu=False)
+    assert memory_savings(config, on_gpu=False)[-1] == ("model.dtype", "bfloat16"), "slow on most CPUs"
     assert "model.dtype" not in dict(memory_savings(config, on_gpu=True))
 
 

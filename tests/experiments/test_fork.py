@@ -1,16 +1,22 @@
 """Forks: the checkpoint, what can change, and what the new run takes over; equality is in tests/training."""
 
+import io
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from safetensors.numpy import save_file
 
+from bandpo_cli.callbacks import RunResult
+from bandpo_cli.cli.train_view import print_summary
+from bandpo_cli.config.batch_and_sampling import CheckpointConfig
 from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments import resume
+from bandpo_cli.experiments.eval_comparison import compare
 from bandpo_cli.experiments.plan import plan_fork
 from bandpo_cli.experiments.record import copy_parent
 from bandpo_cli.results import describe_run
@@ -21,6 +27,7 @@ from bandpo_cli.storage.checkpoints import (
     Progress,
     complete_checkpoints,
     delete_checkpoint,
+    prune_checkpoints,
     write_trainer_state,
 )
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder
@@ -40,6 +47,10 @@ SETTINGS: dict[str, Any] = {
     "optim": {"updates": 2},
     "tracking": {"mlflow": False, "parent": "sweep"},
 }
+SCORE, METRICS = (
+    "eval/countdown/mean_at_16",
+    {"time/step": 1.0, "train/accuracy": 0.25, "train/entropy": 1.0},
+)
 NO_MLFLOW = {"tracking": {"mlflow": False}}
 
 
@@ -49,7 +60,8 @@ def runs(tmp_path: Path) -> Path:
     run = RunFolder.create(tmp_path / "runs", "a")
     run.write_config(to_yaml(resolve([SETTINGS])))
     for step in range(7):
-        run.append_metrics({"step": step, "time/step": 1.0})
+        metrics = METRICS if step else {"time/step": 1.0}
+        run.append_metrics({"step": step, **metrics, **({} if step % 2 else {SCORE: step / 8})})
         (run.path / "samples").mkdir(exist_ok=True)
         (run.path / "samples" / f"step-{step:06d}.parquet").write_text(f"completions {step}")
     for step in (2, 4):
@@ -122,6 +134,37 @@ def test_a_fork_begins_as_the_record_of_its_parent(runs):
     delete_checkpoint(folder.checkpoint_dir(4))
     with pytest.raises(UserError, match="no complete checkpoint; fork the other run again: bandpo train --f"):
         resume("b", runs)
+
+
+def test_evaluations_of_other_problems_are_not_compared_with_those_of_the_parent(runs):
+    """Nor those of the parent's parent, whose settings the fork does not change itself."""
+    for parent, name, change in (
+        ("a@2", "b", {"evaluation": {"problems": 9}}),
+        ("b@2", "c", {"optim": {"lr": 1e-3}}),
+    ):
+        plan, folder = plan_fork(parent, [NO_MLFLOW, change], runs, name), RunFolder.create(runs, name)
+        assert plan.fork is not None
+        folder.write_env(copy_parent(plan.fork, folder))
+        folder.write_config(to_yaml(plan.config))
+    folder.append_metrics({"step": 3, **METRICS, SCORE: 0.125})
+    assert describe_run("c", runs)["metrics"][SCORE] == {"first": (3, 0.125), "last": (3, 0.125)}
+    assert describe_run("a", runs)["metrics"][SCORE]["first"] == (0, 0)
+    out = io.StringIO()
+    result = RunResult(folder.path, "FINISHED", folder.read_metrics())
+    print_summary(Console(file=out, width=100), plan.config, result, first_step=3)
+    expected = (
+        "done        1 step in 1 s, after 2 earlier steps\nheld-out    step    3  mean@16 0.125\n"
+        "            not comparable with step 0, since the fork changed evaluation.problems\n"
+    )
+    assert out.getvalue().startswith(expected)
+    scores = {"countdown": {"by_problem": {"1": {"mean_at_16": 0.5}, "2": {"mean_at_16": 1.0}}}}
+    for step in (0, 3):
+        folder.write_eval(step, {"sets": scores})
+    other = {"evaluation.problems": (128, 9)}
+    assert compare("c@0", "c@3", runs).differences == other
+    write_trainer_state(folder.checkpoint_dir(3), Progress(3, 6, 0, 16, "abc"))
+    prune_checkpoints(folder, CheckpointConfig(keep_last=1, keep_best=1))
+    assert [*complete_checkpoints(folder).complete] == [3], "step 2 had 0.25 of other problems"
 
 
 def test_the_files_of_a_fork_are_flushed_before_it_is_a_run(runs, monkeypatch):

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from bandpo_cli.callbacks import StepReport
-from bandpo_cli.cli.preview import time_text
+from bandpo_cli.cli.preview import clipping_text, time_text
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments import train
@@ -164,23 +164,27 @@ def test_a_probe_has_the_metrics_of_a_first_step_and_writes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("every", "updates", "expected"),
+    ("every", "updates", "expected", "clipping"),
     [
         (
             5,
             2.0,
             r"about 7\.0 s per step \(.* 5\.0 s, updates 2\.0 s\), 0:00:21 for 3 steps with their evaluations",
+            "its updates were skipped, because the gradient overflows in float16",
         ),
         (
             0,
             None,
             r"about 5\.0 s per step for .* alone, 0:00:21 for 3 steps without the updates; .* not measured, .*",
+            "no group has different rewards, so no token has a gradient",
         ),
     ],
 )
-def test_time_of_updates_that_were_not_measured_is_unknown(every, updates, expected):
+def test_updates_that_were_not_measured_have_no_time_and_no_clipping(every, updates, expected, clipping):
     config = resolve([{"steps": 3, "evaluation": {"every": every}}])
-    assert re.fullmatch(expected, time_text(config, ProbeReport([], {}, 4, 5.0, updates, 21.0)))
+    report = ProbeReport([], {}, 4, 5.0, updates, 21.0)
+    assert re.fullmatch(expected, time_text(config, report))
+    assert clipping_text(config, report) == f"not measured: {clipping}"
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_an_exception_is_retried_and_only_the_answer_of_the_last_one_fails(
     texts = ["right", "fail 2", *failing, "thread"]
     with GraderPool(GradingConfig(retries=2, deadline=60)) as pool:
         grades = grade(pool, texts)
-        uses = pool.uses()
+        uses = pool.uses
     expected = ["call-1", "call-3", *["grader-error"] * 5, "call-1"]
     assert [item.verdict for item in grades] == expected
     assert [item.has_reward for item in grades] == [item.startswith("call") for item in expected]
@@ -110,14 +110,14 @@ def test_a_call_ends_at_its_deadline_and_counts_as_failed(caplog: pytest.LogCapt
         assert verdicts(pool, ["wait", "stubborn", "right", "fail 99"]) == [
             "timeout", "timeout", "call-1", "grader-error",
         ]  # fmt: skip
-        (use,) = pool.uses().values()
-        (line,) = failure_warnings([pool.uses()])
+        (use,) = pool.uses.values()
+        (line,) = failure_warnings([pool.uses])
     assert (use.graded, use.failed) == (4, 3)
     assert caplog.messages == [f"{line}; {FAILURE_ADVICE}"]
     assert "OSError: call " in str(use.error)
     with GraderPool(GradingConfig(deadline=0.1, timeout_reward="wrong")) as pool:
         assert [(item.reward, item.has_reward) for item in grade(pool, ["wait"])] == [(0.0, True)]
-        assert not failure_warnings([pool.uses()])
+        assert not failure_warnings([pool.uses])
 
 
 @pytest.mark.slow
@@ -130,7 +130,8 @@ def test_signatures_with_lists_are_awaited_and_several_calls_are_in_flight() -> 
         ]  # fmt: skip
         rewards = pool.grade([problem("verl:async_rewards:callable_")] * 3, texts)
         assert [item.reward for item in rewards] == [0.0, 0.0, 1.0]
-        assert pool.asynchronous == {"trl:async_rewards:trl", "verl:async_rewards:callable_"}
+        used = {name for name, use in pool.uses.items() if use.asynchronous}
+        assert used == {"trl:async_rewards:trl", "verl:async_rewards:callable_"}
 
 
 def test_answers_that_are_submitted_later_are_graded_while_a_call_waits() -> None:
@@ -153,7 +154,7 @@ def test_a_blocked_loop_or_an_exit_fails_the_calls_in_flight_and_no_other(
     with GraderPool(GradingConfig(concurrency=2, deadline=0.5)) as pool:
         assert verdicts(pool, ["block", "wait", "right"]) == ["timeout", "timeout", "call-1"]
         assert verdicts(pool, ["wait", "die", "right", "x"]) == ["grader-error"] * 2 + ["call-1"] * 2
-        assert "ended with exit code 3" in pool.errors["async_rewards:judge"]
+        assert "ended with exit code 3" in pool.uses["async_rewards:judge"].error
 
 
 def replies() -> dict[str, Any]:
@@ -185,7 +186,7 @@ def test_the_example_grades_and_a_judge_that_fails_gives_no_reward(monkeypatch: 
     with JudgeServer(reply) as server, GraderPool(GradingConfig(deadline=3, retries=1)) as pool:
         monkeypatch.setenv("JUDGE_URL", server.url)
         grades = pool.grade([problem("examples.judge:judge", question="1+1?")] * len(texts), texts)
-        (use,) = pool.uses().values()
+        (use,) = pool.uses.values()
         closing.set()
     values = [(item.verdict, item.reward if item.has_reward else None) for item in grades]
     assert dict(zip(texts, values, strict=True)) == expected | {"hang": ("timeout", None)}

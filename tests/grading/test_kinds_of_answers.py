@@ -145,7 +145,7 @@ def test_number_grader() -> None:
     problems = [Problem("p", "", gold, "test", "number") for gold, _, _ in NUMBERS]
     with GraderPool(GradingConfig()) as pool:
         grades = pool.grade(problems, [f"Answer: {answer}" for _, answer, _ in NUMBERS])
-        assert "problem p: its answer 'x+1' is not a plain number" in pool.errors["number"]
+        assert "problem p: its answer 'x+1' is not a plain number" in pool.uses["number"].error
     assert [grade.verdict for grade in grades] == [verdict for _, _, verdict in NUMBERS]
 
 
@@ -270,7 +270,7 @@ def test_judged_pairs_of_many_kinds() -> None:
     problems = [Problem(f"p{index}", "", row["gold"], "test", "math") for index, row in enumerate(rows)]
     with GraderPool(GradingConfig(deadline=20)) as pool:
         grades = pool.grade(problems, [row["completion"] for row in rows])
-        assert not pool.errors
+        assert not any(use.error for use in pool.uses.values())
     differing = [row for row, grade in zip(rows, grades, strict=True) if grade.correct != row["correct"]]
     assert [row for row in differing if not row["correct"]] == [], "accepted, although wrong"
     assert len(differing) <= 0.03 * len(rows)

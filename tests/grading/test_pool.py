@@ -121,10 +121,10 @@ None | 'correct' | 2 | -0.1 | math.nan | math.inf | [1] | {} | {'score': None} |
 def test_return_values_are_grades_or_grader_errors(pool: GraderPool) -> None:
     grades = pool.grade([problem()] * len(RESULTS), [f"results{result}" for result in RESULTS])
     assert dict(zip(RESULTS, grades, strict=True)) == RESULTS
-    assert not pool.errors
+    assert not any(use.error for use in pool.uses.values())
     bad_results = BAD_RESULTS.strip().replace("\n", " | ").split(" | ")
     assert set(verdicts(pool, [f"results{result}" for result in bad_results])) == {"grader-error"}
-    assert "ValueError" in pool.errors["custom_grader:judge"]
+    assert "ValueError" in pool.uses["custom_grader:judge"].error
 
 
 ERRORS = {
@@ -143,7 +143,7 @@ def test_error_or_exit_affects_only_that_answer(texts: str) -> None:
         failing = texts.split()
         expected = ["correct", *["grader-error"] * len(failing), "correct", "wrong"]
         assert verdicts(pool, ["right", *failing, "stdin", "left"]) == expected
-        assert pool.errors["custom_grader:judge"].startswith(ERRORS[texts])
+        assert pool.uses["custom_grader:judge"].error.startswith(ERRORS[texts])
 
 
 def test_what_a_grader_prints_is_limited_and_escaped(
@@ -167,7 +167,7 @@ def test_deadline_counts_neither_the_import_nor_idle_time_nor_queued_answers() -
         assert pool.grade([sleeping], ["0"])[0].correct
         time.sleep(0.6)
         assert pool.grade([sleeping], ["0"])[0].correct
-        assert not pool.errors
+        assert not any(use.error for use in pool.uses.values())
         slow, *queued = pool.grade([sleeping] * 4, ["60", "0", "0", "0"])
     assert (slow.verdict, slow.reward, slow.correct, slow.has_reward) == ("timeout", 0.0, False, True)
     assert all(grade.correct and grade.has_reward for grade in queued)
@@ -198,7 +198,7 @@ def test_workers_persist_between_calls_until_close_and_import_little(pool: Grade
     os.kill(int(first), signal.SIGKILL)
     check_ended([int(first)])
     assert verdicts(pool, ["right"]) == ["correct"], "the exit of an idle worker affects no answer"
-    assert pool.errors == {}
+    assert not any(use.error for use in pool.uses.values())
     pids = set(verdicts(pool, ["pid"] * 20))
     pool.close()
     assert all(has_ended(int(pid)) for pid in pids)

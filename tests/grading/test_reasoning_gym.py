@@ -89,11 +89,11 @@ def test_a_problem_that_the_scorer_cannot_read_is_a_grader_error(pool: GraderPoo
         [tagged("two"), tagged("3"), "no tags"],
     )
     assert [grade.verdict for grade in grades] == ["grader-error", "grader-error", "malformed"]
-    assert pool.errors["reasoning-gym"]
+    assert pool.uses["reasoning-gym"].error
     bare = Problem("p", "q", "1", "s", "reasoning-gym")
     with GraderPool(GradingConfig()) as other:
         assert other.grade([bare], [tagged(1)])[0].verdict == "grader-error"
-        assert "generator" in other.errors["reasoning-gym"]
+        assert "generator" in other.uses["reasoning-gym"].error
 
 
 def test_extraction_agrees_with_the_library_on_random_texts() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from bandpo_cli.config.batch_and_sampling import RewardComponent
 from bandpo_cli.errors import GraderFailedError, RunError
-from bandpo_cli.grading.pool import check_not_all_failed, training_grader, weighted_grade
+from bandpo_cli.grading.pool import GraderUse, check_not_all_failed, training_grader, weighted_grade
 from bandpo_cli.types import (
     CORRECT,
     GRADER_ERROR,
@@ -31,8 +31,7 @@ class Grades:
 
     def __init__(self, **by_grader: Sequence[Grade]) -> None:
         self.by_grader = {name.replace("_", ":"): grades for name, grades in by_grader.items()}
-        self.asynchronous: frozenset[str] = frozenset()
-        self.errors = {"mine:length": "KeyError: 'x'"}
+        self.uses = {"mine:length": GraderUse(error="KeyError: 'x'")}
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
         assert len(problems) == len(texts)
@@ -91,4 +90,4 @@ def test_a_component_that_fails_on_every_answer_stops_the_run() -> None:
 def test_some_errors_or_timeouts_do_not_stop_the_run() -> None:
     verdicts = [[], ["timeout"], ["grader-error", "timeout"], ["grader-error", "wrong"], ["not-applicable"]]
     for step in verdicts:
-        check_not_all_failed(step, ["a:b"] * len(step), {})
+        check_not_all_failed(step, ["a:b"] * len(step), [])

@@ -211,7 +211,7 @@ def test_an_error_or_a_timeout_affects_the_answers_of_one_call() -> None:
         grades = pool.grade(problems, ["x", "y", "x", "bad", "hang", "x"])
         assert [grade.verdict for grade in grades[::2]] == ["correct", "grader-error", "timeout"]
         assert [grade.verdict for grade in grades[1::2]] == ["correct", "grader-error", "timeout"]
-        assert failure_warnings([pool.uses()]) == [
+        assert failure_warnings([pool.uses]) == [
             "grader 'foreign_rewards:failing' failed on 4 of 6 answers (66.7%), which have no reward and "
             "count as not correct; the first error: RuntimeError: bad text (foreign_rewards.py:35, in failing)"
         ]
@@ -221,7 +221,7 @@ def test_an_error_or_a_timeout_affects_the_answers_of_one_call() -> None:
 def test_a_run_whose_answers_all_time_out_ends_with_advice() -> None:
     with GraderPool(GradingConfig(workers=1, deadline=0.5)) as pool:
         [grade] = pool.grade([problem("a", "foreign_rewards:failing")], ["hang"])
-        [line] = failure_warnings([pool.uses()])
+        [line] = failure_warnings([pool.uses])
     assert grade.verdict == "timeout"
     assert line == (
         "grader 'foreign_rewards:failing' failed on 1 of 1 answers (100.0%), which have no reward and count as not "

@@ -114,7 +114,7 @@ def test_a_reference_that_no_answer_can_equal_is_a_grader_error() -> None:
             problems = [Problem("p", "?", reference, "s", grader) for reference in references]
             grades = pool.grade(problems, [f"#### {reference}" for reference in references])
             assert {grade.verdict for grade in grades} == {"grader-error"}
-            assert "use the grader 'math'" in pool.errors[grader]
+            assert "use the grader 'math'" in pool.uses[grader].error
             without = pool.grade([Problem("p", "?", "", "s", grader)], ["#### 18"])
             assert without == [NOT_APPLICABLE]
     assert verdict("math-dapo", "Answer: 18", "1" * 1000) == "wrong"

@@ -80,7 +80,7 @@ def test_scatter_inverts_gather_and_masks_are_correct(rows: list[tuple[int, ...]
         count, length = block.shape
         assert len(block.gather_index) == count * length
         for window in (None, 3):
-            mask = block.mask(window)
+            mask = block.mask if window is None else block.windowed_mask(window)
             allowed = torch.ones(1, length, length, dtype=torch.bool).tril() if mask is None else mask[:, 0]
             allowed = allowed.expand(count, length, length)
             tokens_of_block = block.gather_index.view(count, length)
@@ -111,11 +111,11 @@ def test_collated_batch_has_no_padding() -> None:
 
 def test_dropped_masks_are_made_again() -> None:
     layout = Packing(((3, 2, 4), (2, 1, 1)), CPU)
-    before = [block.mask(None) for block in layout.blocks]
+    before = [block.mask for block in layout.blocks]
     assert all(mask is not None for mask in before)
     layout.drop_masks()
-    assert not any("_mask_without_window" in vars(block) for block in layout.blocks)
-    after = [block.mask(None) for block in layout.blocks]
+    assert not any("mask" in vars(block) for block in layout.blocks)
+    after = [block.mask for block in layout.blocks]
     assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
 
 

@@ -68,8 +68,11 @@ def test_reference_penalty_is_k3():
     torch.testing.assert_close((logp.exp() * k3(logp, logq)).sum(), (logp.exp() * (logp - logq)).sum())
 
 
-def test_mask_and_penalties_equal_their_definitions():
-    """The mask drops the second and the third completion of four; the fourth drifts too, with a positive advantage."""
+def test_masks_and_penalties_equal_their_definitions():
+    """The mask drops the second and the third completion of four; the fourth drifts too, with a positive advantage.
+
+    Every other token has the highest entropies (`objective.top_entropy`).
+    """
     drifts, negative = [0.1, 0.6, 0.9, 0.9], [-1.0, -1.0, -0.5, 2.0]
     lengths, generator = torch.tensor([3, 2, 4, 3]), torch.Generator().manual_seed(1)
     noise, old, ref = torch.randn(3, 12, dtype=torch.float64, generator=generator) * 0.1 - 1.0
@@ -79,7 +82,8 @@ def test_mask_and_penalties_equal_their_definitions():
     sampler, new, share = old + 0.2, old + 0.25 - shifts + noise + 1.0, torch.rand(12, dtype=torch.float64)
     importance = torch.tensor([1.0, 0.0, 0.5] * 4, dtype=torch.float64)
     bounds = {"lower": torch.full((12,), 0.8), "upper": torch.full((12,), 1.2)}
-    batch = LossBatch(lengths, advantages, old, bounds, importance, ref, None, sampler)
+    chosen = torch.arange(12) % 2 == 0
+    batch = LossBatch(lengths, advantages, old, bounds, importance, ref, None, sampler, chosen)
     terms = {"reference_kl": 0.3, "reference_kl_estimator": "unbiased", "drift_penalty": 0.7}
     options = ObjectiveConfig(dual_clip=None, off_policy_mask=0.4, **terms)  # type: ignore[arg-type]
     found = policy_objective(IntervalLoss(ClipSettings(), options), new, batch, share)
@@ -91,7 +95,7 @@ def test_mask_and_penalties_equal_their_definitions():
         drift = sum((sampler[t] - new[t]).item() for t in span) / length
         for t in span:
             r, a, u = (x[t] - old[t]).exp(), advantages[t], (ref[t] - x[t]).exp()
-            policy = -torch.min(r * a, r.clamp(0.8, 1.2) * a) * (0 if a < 0 and drift > 0.4 else 1)
+            policy = -torch.min(r * a, r.clamp(0.8, 1.2) * a) * (not (a < 0 and drift > 0.4)) * chosen[t]
             penalty = 0.3 * r * (u - 1 - u.log()) + 0.7 * r.log() ** 2
             total = total + share[t] * importance[t] * (policy + penalty)
     (gradient,) = torch.autograd.grad(total, x)
@@ -99,7 +103,7 @@ def test_mask_and_penalties_equal_their_definitions():
     torch.testing.assert_close(found.gradient, gradient, rtol=1e-12, atol=1e-15)
     dropped = off_policy_tokens(new, batch, 0.4)
     assert [part[0].item() for part in dropped.split(lengths.tolist())] == [False, True, True, False]
-    assert not found.gradient_weights[dropped].any()
+    assert not found.gradient_weights[dropped | ~chosen].any()
 
 
 TOKEN_THEN_MEAN = [

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,8 @@ def test_a_checkpoint_without_training_state_holds_a_model_and_is_not_complete(f
 def test_environment_has_versions_and_hardware_and_no_secret(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     command = ["bandpo", "train", "--set", "tracking.uri=https://me:secret@example.org/mlflow"]
-    env = describe_environment(command)
+    monkeypatch.setattr(sys, "argv", command)
+    env = describe_environment()
     text = json.dumps(env)
     assert "secret" not in text
     assert env["command"].endswith("tracking.uri=https://***@example.org/mlflow")
@@ -152,8 +154,8 @@ def test_available_memory_is_the_least_of_the_machine_and_its_control_groups(tmp
 
 def test_the_number_of_ranks_is_that_of_torchrun(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    assert describe_environment([])["ranks"] == 1
+    assert describe_environment()["ranks"] == 1
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert describe_environment([])["ranks"] == 1, "a variable of another program"
+    assert describe_environment()["ranks"] == 1, "a variable of another program"
     monkeypatch.setenv("RANK", "0")
-    assert describe_environment([])["ranks"] == 4
+    assert describe_environment()["ranks"] == 4

@@ -126,7 +126,7 @@ def test_the_trial_has_as_many_ranks_as_a_run(tmp_path, monkeypatch):
 
 def test_a_dry_run_of_a_sweep_checks_each_start_once(tmp_path, monkeypatch):
     """Three starts: seeds, radius and learning rate make no difference."""
-    axes = {"bounds.delta": "0.1,0.2", "optim.lr": "1e-5,1e-4", "sampling.max_tokens": "4,9000,8"}
+    axes = {"bounds.delta": "0.1,0.2", "optim.lr": "1e-5,1e-4", "sampling.max_tokens": "4,400,8"}
     request = plan_sweep(None, axes, [], {"seeds": "0,1"}, [{"tracking": {"mlflow": False}}], tmp_path)
     run, info = mock.Mock(return_value=mock.Mock(returncode=0, stderr="")), dry_run_info(request, Executor())
     monkeypatch.setattr(estimate.subprocess, "run", run)
@@ -134,7 +134,7 @@ def test_a_dry_run_of_a_sweep_checks_each_start_once(tmp_path, monkeypatch):
     assert len(run.call_args_list) == 3
     assert run.call_args.args[0][-3:] == ["--dry-run", "--fork", "runs/a@2"]
     run.side_effect = [run.return_value, mock.Mock(returncode=2, stderr="warning\nerror: too long\n")]
-    with pytest.raises(UserError, match=r"^run .*max_tokens=9000.*: too long$"):
+    with pytest.raises(UserError, match=r"^run .*max_tokens=400.*: too long$"):
         estimate.check_starts(info, None)
 
 

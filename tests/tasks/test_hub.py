@@ -8,8 +8,10 @@ from unittest import mock
 import datasets
 import pytest
 
+from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.task import DataTask, Source
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.experiments.preflight import load_task
 from bandpo_cli.registries import DATASETS
 from bandpo_cli.tasks.question_answers import load_questions
 from bandpo_cli.tasks.rows import read_rows
@@ -138,19 +140,34 @@ def test_default_sources_of_dapo(requests: list[tuple[Any, ...]], monkeypatch: p
     assert requests[-1] == ("open-r1/DAPO-Math-17k-Processed", "all", "train")
 
 
-UNREACHABLE: list[tuple[Source, Any, str, str]] = [
-    (Source(name="gsm8k"), "train", "openai/gsm8k", "--set 'task.train={name: gsm8k, path: FILE}'"),
-    (Source(name="aime24"), "heldout", "H4/aime_2024", "--set 'task.heldout={name: aime24, path: FILE}'"),
-    (Source(path="some/where"), "train", "some/where", "--set task.train=FILE"),
+GSM8K = "{name: gsm8k, path: FILE}"
+UNREACHABLE: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"name": "gsm8k"},
+        "openai/gsm8k",
+        f"--set 'task.train={GSM8K}' --set 'task.heldout={GSM8K}' --model FOLDER",
+    ),
+    (
+        {"name": "data", "train": [{"path": "some/where", "split": "a"}]},
+        "some/where",
+        "{path: FILE}' --model FOLDER",
+    ),
+    (
+        {"name": "gsm8k", "train": ["sums.jsonl"]},
+        "openai/gsm8k",
+        f"copies: --set 'task.heldout={GSM8K}' --model",
+    ),
 ]
 
 
-def test_unreachable_hub_is_reported_in_one_line_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_reported_in_one_line_with_all_local_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     error = ConnectionError("Couldn't reach 'x' on the Hub (LocalEntryNotFoundError)\nand more")
     monkeypatch.setattr(datasets, "load_dataset", mock.Mock(side_effect=error))
-    for source, part, hub_id, hint in UNREACHABLE:
+    for task, hub_id, hint in UNREACHABLE:
         with pytest.raises(ConfigError) as caught:
-            load_questions(source, part)
+            load_task(resolve([{"task": task, "model": {"path": "some/model"}}]))
         assert all(text in str(caught.value) for text in ("Couldn't reach", hub_id, hint)), caught.value
 
 

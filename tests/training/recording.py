@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.grading.pool import GraderUse
 from bandpo_cli.models.load import load_policy, save_policy
 from bandpo_cli.sampling.sampler import SamplingParams, TransformersSampler
 from bandpo_cli.storage.checkpoints import model_checkpoints
@@ -233,8 +234,7 @@ class RecordingGrader:
 
     def __init__(self, uniform: Collection[str] = ()) -> None:
         self.recording: Recording
-        self.errors: dict[str, str] = {}
-        self.asynchronous: frozenset[str] = frozenset()
+        self.uses: dict[str, GraderUse] = {}
         self._uniform = uniform
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:

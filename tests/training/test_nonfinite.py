@@ -144,7 +144,7 @@ def test_an_overflow_in_float16_skips_the_update_and_halves_the_scale(
             assert update_metrics(updates) == expected
             assert (optimizer.update, optimizer.skipped_in_a_row, len(caplog.messages)) == (1, 0, 1)
             assert "it is skipped, the loss scale falls to 32768" in caplog.text
-            optimizer.loss_scale = 256.0
+            optimizer.scaler.update(256.0)
         hook.remove()
         updates = update_policy(policy, optimizer, [second], config_of())
         norms[dtype] = updates.grad_norms[0]

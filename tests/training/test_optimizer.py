@@ -1,15 +1,17 @@
 """AdamW with masters: its definition, its memory, and the place of its state."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bandpo_cli.config.batch_and_sampling import OptimConfig
 from bandpo_cli.training import optimizer as optimizer_module
-from bandpo_cli.training.optimizer import FUSED_DEVICES, Optimizer
+from bandpo_cli.training.optimizer import FUSED_DEVICES, NonFiniteError, Optimizer
 from tests.conftest import random_model
 
 CONFIG = OptimConfig(
@@ -41,10 +43,20 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return []
 
 
-def with_gradients(model: nn.Module, seed: int) -> None:
-    """Backpropagate a random gradient to every parameter."""
+def with_gradients(
+    model: nn.Module, seed: int, scaler: GradScaler | None = None, factor: float = 1.0
+) -> None:
+    """Backpropagate a random gradient, times the scale and `factor`, to every parameter."""
     torch.manual_seed(seed)
-    sum((parameter * torch.randn_like(parameter)).sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+    total: Any = sum((parameter * torch.randn_like(parameter)).sum() for parameter in model.parameters())
+    (total if scaler is None else scaler.scale(total.float()) * factor).backward()
+
+
+def finite(norm: torch.Tensor) -> float:
+    """Return the norm; raise NonFiniteError if it is not finite."""
+    if not torch.isfinite(norm):
+        raise NonFiniteError("the norm is infinite")
+    return norm.item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -52,15 +64,15 @@ def test_updates_follow_the_definition_of_adamw(dtype: torch.dtype) -> None:
     """Loshchilov and Hutter 2019, in float64 from the same gradients; those of float16 are too large by a scale."""
     model = random_model().to(dtype)
     optimizer = Optimizer(model, CONFIG, total_updates=10)
-    assert optimizer.loss_scale == (65536 if dtype == torch.float16 else 1)
-    optimizer.loss_scale = min(optimizer.loss_scale, 4.0)
+    assert optimizer.scaler.get_scale() == (65536 if dtype == torch.float16 else 1)
+    optimizer.scaler.load_state_dict(optimizer.scaler.state_dict() | {"scale": 4.0})
     (beta1, beta2), weights = CONFIG.betas, [item.detach().double() for item in model.parameters()]
     means, squares = ([torch.zeros_like(item) for item in weights] for _ in range(2))
     for number in range(1, 4):
         optimizer.zero_grad()
-        with_gradients(model, number)
+        with_gradients(model, number, optimizer.scaler)
         gradients = [item.grad.double() for item in optimizer._parameters if item.grad is not None]
-        gradients = [gradient / optimizer.loss_scale for gradient in gradients]
+        gradients = [gradient / optimizer.scaler.get_scale() for gradient in gradients]
         optimizer.step()
         for weight, mean, square, gradient in zip(weights, means, squares, gradients, strict=True):
             mean.mul_(beta1).add_((1 - beta1) * gradient)
@@ -78,16 +90,16 @@ def test_the_loss_scale_doubles_after_updates_without_overflow(monkeypatch: pyte
     model = random_model().half()
     optimizer = Optimizer(model, CONFIG, total_updates=10)
     scales = []
-    for step in (True, True, False, True, True, True):
-        assert step or optimizer.skip_overflow()
-        if step:
-            with_gradients(model, 0)
-            optimizer.step()
-        scales.append(optimizer.loss_scale / 65536)
+    for factor in (0.01, 0.01, math.inf, 0.01, 0.01, 0.01):
+        optimizer.zero_grad()
+        with_gradients(model, 0, optimizer.scaler, factor)
+        try:
+            optimizer.step(finite)
+        except NonFiniteError:
+            optimizer.skip(overflow=True)
+        scales.append(optimizer.scaler.get_scale() / 65536)
     assert scales == [1, 1, 0.5, 0.5, 0.5, 1]
     assert (optimizer.update, optimizer.skipped_in_a_row) == (6, 0)
-    optimizer.loss_scale = 1.0
-    assert not optimizer.skip_overflow()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,7 +18,7 @@ from bandpo_cli.config.batch_and_sampling import OptimConfig
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import GraderFailedError
-from bandpo_cli.grading.pool import training_grader
+from bandpo_cli.grading.pool import GraderUse, training_grader
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import load_policy, load_reference
 from bandpo_cli.models.logprobs import token_logprobs
@@ -263,10 +263,8 @@ def test_sharded_adapters_train_and_merge_as_those_of_one_rank(tmp_path: Path, s
 class OneRankFails:
     """A grader that reports errors for all answers of one rank."""
 
-    asynchronous: frozenset[str] = frozenset()
-
     def __init__(self, fails: bool, name: str) -> None:
-        self._fails, self.errors = fails, {"countdown": f"broken on {name}"} if fails else {}
+        self._fails, self.uses = fails, {"countdown": GraderUse(error=f"broken on {name}" if fails else None)}
 
     def grade(self, problems: Any, texts: list[str]) -> list[Grade]:
         return [GRADER_ERROR if self._fails else Grade(1.0, True, "correct") for _ in texts]
