@@ -48,7 +48,6 @@ MATCH_PREFIX = "match:"
 DeltaMatcher = Callable[[TrustRegionSettings, str], float]
 """(trust region, method) -> the δ at which the region clips as many tokens as the method."""
 
-
 Settings = dict[str, Any]
 """Settings by dotted name, as in `--set`: {"bounds.delta": 0.05}."""
 
@@ -187,6 +186,8 @@ def plan_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: Pat
     if config.tuned_on is not None:
         tuned, tuning = _tuned_layers(config, config.tuned_on, runs_dir)
         runs, about = plan_tuned_runs(config, tuned, layers), {"tuning": asdict(tuning)}
+        if fork := SweepFolder.open(runs_dir, config.tuned_on).fork:
+            about["fork"] = (point := fork_point(fork, runs_dir)).text
     else:
         if config.recorded is not None:
             about |= {"recorded": config.recorded, "matched": {}}
@@ -351,8 +352,9 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
     for key, text in flags.items():
         items = [] if text is None else split_values(text)
         if not all(items):
-            name = key.rpartition(".")[2]
-            raise ConfigError(f"--{name} {text!r}: an empty item; separate values by commas: 0.01,0.05")
+            raise ConfigError(
+                f"--{key.rpartition('.')[2]} {text!r}: an empty item; separate values by commas: 0.01,0.05"
+            )
         if items:
             axes[key] = [parse_value(key, item, f"{key}={item}") for item in items]
     return axes
