@@ -241,9 +241,10 @@ def _read_finished(folder: SweepFolder, runs_dir: Path) -> RunTables:
         raise UserError(f"{counts} ({', '.join(unfinished[:3])}); finish them first: {again}")
     runs = read_sweep(folder.path).runs
     failed = {run.variant for run in read_runs(runs, with_budgets=True).excluded}
-    groups = dict.fromkeys(run.group for run in folder.runs)
     finished = {run.group for run in folder.runs if run.variant not in failed}
-    if without := [group for group in groups if group not in finished]:
+    if without := [
+        group for group in dict.fromkeys(run.group for run in folder.runs) if group not in finished
+    ]:
         names = ", ".join(without)
         raise UserError(f"{folder.path.name}: no variant of {names} has finished with every seed")
     return read_runs((run for run in runs if run.variant not in failed), with_budgets=True)
@@ -352,9 +353,8 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
     for key, text in flags.items():
         items = [] if text is None else split_values(text)
         if not all(items):
-            raise ConfigError(
-                f"--{key.rpartition('.')[2]} {text!r}: an empty item; separate values by commas: 0.01,0.05"
-            )
+            name = key.rpartition(".")[2]
+            raise ConfigError(f"--{name} {text!r}: an empty item; separate values by commas: 0.01,0.05")
         if items:
             axes[key] = [parse_value(key, item, f"{key}={item}") for item in items]
     return axes
