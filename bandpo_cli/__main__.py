@@ -37,7 +37,7 @@ try:
     from bandpo_cli.cli.eval import eval_app
     from bandpo_cli.cli.export import export_app, import_app, sync
     from bandpo_cli.cli.launch_and_watch_ranks import prints_errors, record_error, silence_other_ranks
-    from bandpo_cli.cli.options import SETTINGS, command_group
+    from bandpo_cli.cli.options import GROUP, SETTINGS
     from bandpo_cli.cli.report import report
     from bandpo_cli.cli.runs import plot, runs, samples, show, view
     from bandpo_cli.cli.signals import exit_on_sigterm, handle_forwarded_signals
@@ -61,7 +61,7 @@ class _Root(TyperGroup):
         return sorted(super().get_params(ctx), key=lambda option: option.name.endswith("_completion"))
 
 
-app = command_group(name=PROGRAM, cls=_Root, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(**GROUP, name=PROGRAM, cls=_Root, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(context: typer.Context, asked: bool) -> None:

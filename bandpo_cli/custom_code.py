@@ -6,8 +6,6 @@ copies of the files, so that a resume, an evaluation and further runs find them.
 
 import importlib
 import os
-import re
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,22 +14,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.errors import (
-    ConfigError,
-    RunError,
-    definition_location,
-    first_line,
-    nearest,
-    raised_by_signal,
-    user_code_location,
-)
+from bandpo_cli.errors import ConfigError, nearest, raised_by_signal, user_code_location
 
 FOLDERS_VARIABLE = "BANDPO_CODE_FOLDERS"
 """Environment variable with the folders that are searched before the Python path, separated as in PATH; an empty one is
 the current folder. Child processes inherit it: graders, ranks, and the runs of a sweep."""
-
-_MODULE_NAME = re.compile(r'"(?:\w+:)?(\w+):\w+"')
-"""A text `module:name` or `signature:module:name` in JSON."""
 
 _PATH_LOCK = threading.Lock()  # held while `load_function` has changed `sys.path`
 _loaded: set[str] = set()  # modules that `load_function` has imported
@@ -85,7 +72,7 @@ def load_function(name: str) -> Callable[..., Any]:
         sys.path[:0] = folders
         try:
             # Another run in this process may have imported a file of this name from another folder.
-            file, known = _file_in(folders, module_name), sys.modules.get(module_name)
+            file, known = module_file(folders, module_name), sys.modules.get(module_name)
             if module_name in _loaded and known is not None and file not in (None, known.__file__):
                 del sys.modules[module_name]
             module = importlib.import_module(module_name)
@@ -119,66 +106,7 @@ def load_setting(key: str, name: str) -> Callable[..., Any]:
         raise ConfigError(f"{key} = '{name}': {error}") from error
 
 
-@contextmanager
-def exits_as_errors(what: str = "custom code") -> Iterator[None]:
-    """Raise RunError, which begins with `what`, for SystemExit, KeyboardInterrupt and the like from custom code.
-
-    An exception that a signal handler raises passes. The body must not yield: GeneratorExit would be its end.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, Exception) or raised_by_signal(error):
-            raise
-        about = f"{type(error).__name__}: {first_line(error)}{user_code_location(error)}"
-        raise RunError(f"{what}: {about}") from error
-
-
-@contextmanager
-def user_code(what: str, target: object) -> Iterator[None]:
-    """Raise ConfigError, which begins with `what`, for an exception of the body; RunError for SystemExit.
-
-    It ends with the line of the user's code that raised the exception, else of the definition of `target`, the user's
-    function or class: then the body has found a mistake in what `target` returned.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if raised_by_signal(error):
-            raise
-        message, location = first_line(error, 400), user_code_location(error)
-        message = f"{type(error).__name__}: {message}" if location else message
-        kind = ConfigError if isinstance(error, Exception) else RunError
-        raise kind(f"{what}: {message}{location or definition_location(target)}") from error
-
-
-def keep_code(settings: str, folder: Path) -> None:
-    """Copy the modules that settings in JSON name to `folder`, unless it has them. Packages are not copied."""
-    for file in _module_files(settings, code_folders()):
-        if not (folder / file.name).exists():
-            shutil.copyfile(file, folder / file.name)
-
-
-RESUME_USES_COPY = "with which the run continues; to use it, replace the copy"
-
-
-def changed_code(settings: str, folder: Path, consequence: str = RESUME_USES_COPY) -> list[str]:
-    """Return a warning for each module in another folder that differs from its copy in the run folder `folder`."""
-    others = [place for place in code_folders() if place != str(folder.absolute())]
-    return [
-        f"{file} differs from the copy in the run folder, {consequence}"
-        for file in _module_files(settings, others)
-        if (copy := folder / file.name).exists() and copy.read_bytes() != file.read_bytes()
-    ]
-
-
-def _module_files(settings: str, folders: Sequence[str]) -> list[Path]:
-    """Return the files in `folders` of the modules that settings in JSON name."""
-    names = dict.fromkeys(_MODULE_NAME.findall(settings))
-    return [Path(file) for name in names if (file := _file_in(folders, name)) is not None]
-
-
-def _file_in(folders: Sequence[str], module_name: str) -> str | None:
+def module_file(folders: Sequence[str], module_name: str) -> str | None:
     """Return the file of a module in the first of `folders` that has it; None for a package or a module elsewhere."""
     spec = None if "." in module_name else PathFinder.find_spec(module_name, folders)
     return None if spec is None or spec.submodule_search_locations is not None else spec.origin

@@ -209,6 +209,39 @@ def definition_location(target: Any) -> str:
         return ""
 
 
+@contextmanager
+def exits_as_errors(what: str = "custom code") -> Iterator[None]:
+    """Raise RunError, which begins with `what`, for SystemExit, KeyboardInterrupt and the like from custom code.
+
+    An exception that a signal handler raises passes. The body must not yield: GeneratorExit would be its end.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or raised_by_signal(error):
+            raise
+        about = f"{type(error).__name__}: {first_line(error)}{user_code_location(error)}"
+        raise RunError(f"{what}: {about}") from error
+
+
+@contextmanager
+def user_code(what: str, target: object) -> Iterator[None]:
+    """Raise ConfigError, which begins with `what`, for an exception of the body; RunError for SystemExit.
+
+    It ends with the line of the user's code that raised the exception, else of the definition of `target`, the user's
+    function or class: then the body has found a mistake in what `target` returned.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if raised_by_signal(error):
+            raise
+        message, location = first_line(error, 400), user_code_location(error)
+        message = f"{type(error).__name__}: {message}" if location else message
+        kind = ConfigError if isinstance(error, Exception) else RunError
+        raise kind(f"{what}: {message}{location or definition_location(target)}") from error
+
+
 def _place(filename: str, line: int, name: str) -> str:
     """Return `rewards.py:12, in judge`; the file is relative to the current folder if it lies in it."""
     file = Path(filename)

@@ -107,7 +107,7 @@ class DivergenceEntry(Entry):
 
 
 # fmt: off
-_DIVERGENCES = "bandpo_cli.bounds.divergences_and_closed_forms"
+_DIVERGENCES = "bandpo_cli.bounds.band"
 
 DIVERGENCES = Registry("divergence", [
     DivergenceEntry("kl", "KL(π_old‖π), nats", f"{_DIVERGENCES}:f_kl",

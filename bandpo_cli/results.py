@@ -412,8 +412,8 @@ def tokens(run: Path | str, step: int, runs_dir: Path | str = "runs") -> DataFra
         raise UserError(f"step {step}: its tokens are not recorded in {folder.path}; recorded: {recorded}")
     values = read_token_values(tables[step])
     completion = np.repeat(np.arange(len(values.lengths)), values.lengths)
-    texts = np.asarray(values.texts, dtype=object)
-    columns = {"completion": completion, "token": texts[values.text_index]}
+    columns = {"completion": completion, "token": np.asarray(values.texts, dtype=object)[values.text_index]}
     columns["advantage"] = values.advantage[completion]
-    numbers = ("old_logprob", "ratio", "entropy", "lower", "upper", "importance", "clipped")
-    return pd.DataFrame(columns | {name: getattr(values, name) for name in numbers})
+    for name in ("old_logprob", "ratio", "entropy", "lower", "upper", "importance"):
+        columns[name] = getattr(values, name).astype(np.float32)  # in float16 pandas counts up to 65,504
+    return pd.DataFrame(columns | {"clipped": values.clipped})

@@ -23,7 +23,7 @@ import torch
 from shared import command_line
 
 from bandpo_cli.bounds import band_bounds
-from bandpo_cli.bounds.divergences_and_closed_forms import find_divergence
+from bandpo_cli.bounds.band import find_divergence
 from bandpo_cli.bounds.solver import MIN_TOKENS_FOR_TABLE
 from bandpo_cli.registries import DIVERGENCES
 

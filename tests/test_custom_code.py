@@ -11,12 +11,11 @@ from bandpo_cli.config.layers import read_config
 from bandpo_cli.custom_code import (
     FOLDERS_VARIABLE,
     add_code_folder,
-    changed_code,
     code_first_in,
     code_from,
-    keep_code,
     load_function,
 )
+from bandpo_cli.storage.run_record import changed_code, keep_code
 
 
 @pytest.fixture(autouse=True)

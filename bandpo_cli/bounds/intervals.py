@@ -23,7 +23,7 @@ from bandpo_cli.bounds.arrays import (
     no_grad_no_warnings,
     output_dtype,
 )
-from bandpo_cli.bounds.divergences_and_closed_forms import find_divergence
+from bandpo_cli.bounds.band import find_divergence
 from bandpo_cli.errors import ConfigError
 
 if TYPE_CHECKING:

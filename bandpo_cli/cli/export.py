@@ -9,6 +9,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import ExperimentView, open_console, print_line, print_rows
 from bandpo_cli.cli.options import folder_of, one_of
@@ -18,8 +20,8 @@ from bandpo_cli.registries import TRACKERS
 if TYPE_CHECKING:
     from bandpo_cli.experiments.export_import import SyncReport
 
-export_app = opt.command_group(no_args_is_help=True)
-import_app = opt.command_group(no_args_is_help=True)
+export_app = typer.Typer(**opt.GROUP, no_args_is_help=True)
+import_app = typer.Typer(**opt.GROUP, no_args_is_help=True)
 
 NewFolder = Annotated[Path, opt.option("DIR", help="Folder to write; it must not exist.")]
 

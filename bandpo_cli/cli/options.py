@@ -175,11 +175,6 @@ class Flag:
     convert: Callable[[Any], Any] | None = None
     more: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def parameter(self) -> str:
-        """The name of the parameter: `max_tokens` of `--max-tokens`."""
-        return self.name.partition("/")[0].removeprefix("--").replace("-", "_")
-
     def option(self, command: str) -> inspect.Parameter:
         """Return the parameter of a command's function from which Typer makes the option."""
         several = self.sweep == "several values"
@@ -191,7 +186,8 @@ class Flag:
         if self.names:
             more["complete"] = one_of(self.names, several and command == "sweep")
         form = {"default": None, "annotation": Annotated[kind | None, option(flags=[self.name], **more)]}
-        return inspect.Parameter(self.parameter, inspect.Parameter.KEYWORD_ONLY, **form)
+        name = self.name.partition("/")[0].removeprefix("--").replace("-", "_")
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, **form)
 
     def read(self, value: Any, command: str) -> Any:
         """Return the setting for the value of the option. The values of a sweep stay one text."""
@@ -325,12 +321,13 @@ def takes_settings(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     command = function.__name__
     panels: dict[str, list[inspect.Parameter]] = {key: [] for key in _PANELS}
-    groups: dict[str, list[Flag]] = {}
+    groups: dict[str, dict[str, Flag]] = {}  # by parameter of the function and of the command
     for name, parameter in inspect.signature(documented(function)).parameters.items():
         flags: Any = getattr(parameter.annotation, "__metadata__", (None,))[0]
         if isinstance(flags, tuple):
-            groups[name] = [flag for flag in flags if command != "sweep" or flag.sweep != "no flag"]
-            options = {flag.setting: flag.option(command) for flag in groups[name]}
+            taken = [flag for flag in flags if command != "sweep" or flag.sweep != "no flag"]
+            options = {flag.setting: flag.option(command) for flag in taken}
+            groups[name] = {options[flag.setting].name: flag for flag in taken}
         else:
             options = {name: parameter}
         for key, item in options.items():
@@ -343,8 +340,8 @@ def takes_settings(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(**values: Any) -> Any:
         for name, flags in groups.items():
-            given = [(flag, value) for flag in flags if (value := values.pop(flag.parameter)) is not None]
-            settings = {flag.setting: flag.read(value, command) for flag, value in given}
+            given = {key: value for key in flags if (value := values.pop(key)) is not None}
+            settings = {flags[key].setting: flags[key].read(value, command) for key, value in given.items()}
             grader = settings.get("task.grader")
             if command == "train" and grader is not None and grader in GRADERS and GRADERS[grader].is_control:
                 # The grader of the answers stays, and decides what is correct.
@@ -394,10 +391,11 @@ def choice(flag: str, *allowed: str, metavar: str = "FORMAT", help: str | None =
     return option(metavar, flags=[flag], complete=one_of(allowed), callback=check, help=text)
 
 
-def command_group(**more: Any) -> typer.Typer:
-    """Return an application with commands, such as those of `export`; `more` are arguments of `typer.Typer`."""
-    help_options = {"help_option_names": ["-h", "--help"]}
-    return typer.Typer(rich_markup_mode="rich", context_settings=help_options, **more)
+GROUP: dict[str, Any] = {
+    "rich_markup_mode": "rich",
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+"""Arguments of `typer.Typer` for an application with commands, such as those of `export`."""
 
 
 _CONFIG_HELP = "YAML config file, or a name of `bandpo configs`; repeatable, later files win."

@@ -151,7 +151,7 @@ def run_probe(plan: Plan, runs_dir: Path, size: int) -> None:
     """Print the statement of the run, probe it, and print the results, the memory, and the settings to change."""
     console, task = open_console(long_running=True), plan.task
     assert task is not None  # only a resume can be without problems
-    print_settings(console, settings_rows(plan.config, task), task.notes(), plan.warnings)
+    print_settings(console, settings_rows(plan.config, task), task.notes, plan.warnings)
     with closing(ExperimentView(console, runs_dir)) as view:
         view.spinners = {
             "load": LOADING,

@@ -130,7 +130,7 @@ def _run(
     rows = [] if task is None else settings_rows(config, task, ranks)
     if plan.text:
         rows.append(("resume" if plan.is_resume else "fork of", plan.text))
-    print_settings(console, rows, [] if task is None else task.notes(), plan.warnings)
+    print_settings(console, rows, [] if task is None else task.notes, plan.warnings)
     if dry_run is not None:
         if task is not None:
             print_dry_run(console, plan)

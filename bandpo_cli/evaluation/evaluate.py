@@ -78,9 +78,7 @@ def chunks(items: Sequence[_Item], size: int) -> Iterator[tuple[int, Sequence[_I
         yield start, items[start : start + size]
 
 
-def eval_row(
-    label: str, problem: Problem, prompt: str, completion: StoredCompletion, grade: Grade
-) -> EvalRow:
+def eval_row(label: str, problem: Problem, prompt: str, stored: StoredCompletion, grade: Grade) -> EvalRow:
     """Return the stored row of a completion; `label` is the name of its evaluation set."""
     return EvalRow(
         task=label,
@@ -90,14 +88,14 @@ def eval_row(
         reference=problem.answer,
         grader=problem.grader,
         extra=encode_extra(problem.extra),
-        text=completion.text,
-        answer=voted_answer(completion.text, problem.grader),
+        text=stored.text,
+        answer=voted_answer(stored.text, problem.grader),
         reward=grade.reward if grade.has_reward else None,
         accuracy=float(grade.correct),
         verdict=grade.verdict,
-        length=completion.length,
-        finish_reason=completion.finish_reason,
-        logprob_sum=completion.logprob_sum,
+        length=stored.length,
+        finish_reason=stored.finish_reason,
+        logprob_sum=stored.logprob_sum,
     )
 
 
@@ -191,9 +189,7 @@ def sample_batches(
             answered = problem_per_completion(problems, completions_PG)
             texts = decode_completions(encoder.tokenizer, completions_PG)
             grades = submit(answered, texts)
-            shown = [
-                prompt.text for prompt, group in zip(prompts, completions_PG, strict=True) for _ in group
-            ]
+            shown = [item.text for item, group in zip(prompts, completions_PG, strict=True) for _ in group]
             rows = []
             values = zip(answered, shown, texts, chain.from_iterable(completions_PG), strict=True)
             for problem, prompt, text, item in values:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 from bandpo_cli.callbacks import Callback, Dispatcher
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig, check_ranks
-from bandpo_cli.custom_code import keep_code
 from bandpo_cli.errors import UserError, closed_at_end, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.eval_plan import (
     EvalOptions,
@@ -34,7 +33,7 @@ from bandpo_cli.grading.pool import GraderPool, check_not_all_failed, failure_wa
 from bandpo_cli.processes.ranks import Ranks, connected_ranks, is_main_process, rank_count
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RECORD_FILE, EvalFolder, PartKey
-from bandpo_cli.storage.run_record import describe_environment, read_record
+from bandpo_cli.storage.run_record import describe_environment, keep_code, read_record
 from bandpo_cli.storage.tables import EvalRow, read_eval_table
 from bandpo_cli.tasks.task import text_hash
 from bandpo_cli.tracking.mlflow_store import tracking_store, ui_text

@@ -152,7 +152,7 @@ def export_verl(
         if config.model.path in BUNDLED_MODELS:
             verl_files.copy_bundled_model(config.model.path, folder / "model")
     counts = len(training), sum(map(len, heldout.values()))
-    return VerlExport(overrides, differences, arithmetic, task.notes(), *counts)
+    return VerlExport(overrides, differences, arithmetic, task.notes, *counts)
 
 
 def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") -> Path:

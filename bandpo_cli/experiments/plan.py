@@ -31,7 +31,7 @@ from bandpo_cli.config.layers import (
 )
 from bandpo_cli.config.run import WITHOUT_EFFECT, Dtype, RunConfig, check_ranks
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.custom_code import changed_code, code_from
+from bandpo_cli.custom_code import code_from
 from bandpo_cli.errors import ConfigError, UserError, plural
 from bandpo_cli.experiments.monitor import stop_reason
 from bandpo_cli.experiments.preflight import check_config, choose_run_name, inherited_layers, run_warnings
@@ -50,7 +50,7 @@ from bandpo_cli.storage.run_folder import (
     shell_command,
     timestamped,
 )
-from bandpo_cli.storage.run_record import is_finished, read_parent
+from bandpo_cli.storage.run_record import changed_code, is_finished, read_parent
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.mlflow_store import is_redacted, tracking_store

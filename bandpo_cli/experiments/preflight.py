@@ -125,7 +125,7 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
 
         config = config.model_copy(update={"bounds": check_method(config.bounds, config.objective)})
     elif isinstance(config.bounds, TrustRegionSettings):
-        from bandpo_cli.bounds.divergences_and_closed_forms import find_divergence
+        from bandpo_cli.bounds.band import find_divergence
 
         find_divergence(config.bounds.divergence)  # raises for a custom divergence that cannot be used
     if config.objective.advantages not in ADVANTAGES:
@@ -190,7 +190,7 @@ def prepare_task(config: RunConfig) -> Task:
     reset = partial(first_messages, config.task.environment, config.grading, grader=grader)
     train, sets = lambda: reset(task.train_problems()), task.heldout_sets
     prompted = Task(task.name, train, lambda: {label: reset(of_set) for label, of_set in sets().items()})
-    prompted.lines = task.lines
+    prompted.notes = task.notes
     return prompted
 
 

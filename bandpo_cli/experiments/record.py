@@ -17,8 +17,7 @@ from bandpo_cli.config.batch_and_sampling import resolve_engine
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.custom_code import exits_as_errors, keep_code
-from bandpo_cli.errors import RunError, UserError, redact_credentials, warn_on_failure
+from bandpo_cli.errors import RunError, UserError, exits_as_errors, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import stop_reason
 from bandpo_cli.experiments.plan import RESOLVED, Fork, Plan
@@ -33,7 +32,7 @@ from bandpo_cli.storage.checkpoints import (
 )
 from bandpo_cli.storage.files import remove_temporary_files, run_lock
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.run_record import PARENT, describe_environment, iterate_forks, last_change
+from bandpo_cli.storage.run_record import PARENT, describe_environment, iterate_forks, keep_code, last_change
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.types import RunStatus
 

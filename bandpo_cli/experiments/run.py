@@ -24,8 +24,7 @@ from bandpo_cli.config.layers import (
     resolve,
 )
 from bandpo_cli.config.run import RunConfig, with_dtype
-from bandpo_cli.custom_code import exits_as_errors, user_code
-from bandpo_cli.errors import GraderFailedError, closed_at_end
+from bandpo_cli.errors import GraderFailedError, closed_at_end, exits_as_errors, user_code
 from bandpo_cli.experiments.memory_check import OnEstimate, check_memory, out_of_memory_errors
 from bandpo_cli.experiments.monitor import StepMonitor
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, locked_resume, plan_fork, plan_training

@@ -85,9 +85,8 @@ def serve(loader: Sequence[Any], deadline: float, memory_gb: float, retries: int
         key, answers = json.loads(line)
         set_alarm(deadline * len(answers))
         try:
-            outcome: dict[str, Any] = {
-                "results": [*map(as_json, grader.grade(answers, partial(end_step, key)))]
-            }
+            grades = grader.grade(answers, partial(end_step, key))
+            outcome: dict[str, Any] = {"results": [*map(as_json, grades)]}
             json.dumps(outcome)  # messages of an environment may have other values than those of JSON
         except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
             outcome = describe_error(error, grader)

@@ -212,9 +212,8 @@ def grade_from_result(result: Any) -> Grade:
     `verdict` (1 to 40 characters, not one of `UNGRADED_VERDICTS`).
     """
     fields = result if isinstance(result, Mapping) else {"score": result}
-    score = finite(
-        fields.get("score", result), "a bool, a score in [0, 1] or a dict with 'score'", is_share=True
-    )
+    expected = "a bool, a score in [0, 1] or a dict with 'score'"
+    score = finite(fields.get("score", result), expected, is_share=True)
     correct = fields.get("correct", score >= 1)
     if not isinstance(correct, bool):
         raise ValueError(f"'correct' must be true or false, not {correct!r:.60}")
@@ -278,9 +277,7 @@ def adapt_trl(function: GraderFunction) -> BatchGrader:
     as_text = annotation in (list[str], "list[str]", "List[str]")
 
     def columns(answers: Sequence[Answer]) -> dict[str, Any]:
-        names = dict.fromkeys(
-            key for answer in answers for key in answer.extra if key not in _TRL_PROMPT_COLUMNS
-        )
+        names = dict.fromkeys(key for item in answers for key in item.extra if key not in _TRL_PROMPT_COLUMNS)
         values: dict[str, Any] = {"answer": [answer.answer for answer in answers]}
         values |= {name: [answer.extra.get(name) for answer in answers] for name in names}
         if missing := required - _TRL_ARGUMENTS - set(values):

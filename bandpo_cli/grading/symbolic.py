@@ -160,19 +160,14 @@ def _parse(latex: str) -> list[Any]:
     """Return the parsed expression in a list, or an empty list if `latex` cannot be parsed."""
     latex = latex.replace("\n", " ").strip()
     modes = {"fallback_mode": "no_fallback", "extraction_mode": "first_match"}
-    return [
-        _with_imaginary_unit(part) for part in parse(f"${latex}$", [_LATEX], parsing_timeout=None, **modes)
-    ]
+    return [*map(_with_imaginary_unit, parse(f"${latex}$", [_LATEX], parsing_timeout=None, **modes))]
 
 
 def _with_imaginary_unit(expression: Any) -> Any:
     """Return an expression with the free symbol i as the imaginary unit, and other symbols as real numbers."""
     symbols = getattr(expression, "free_symbols", ())
-    values = {
-        s: I if s.name == "i" else Symbol(s.name, real=True)
-        for s in symbols
-        if s.name == "i" or not s.is_real
-    }
+    chosen = (symbol for symbol in symbols if symbol.name == "i" or not symbol.is_real)
+    values = {item: I if item.name == "i" else Symbol(item.name, real=True) for item in chosen}
     return expression.xreplace(values) if values and hasattr(expression, "xreplace") else expression
 
 

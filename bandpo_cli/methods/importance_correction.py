@@ -157,9 +157,8 @@ def rules_of(objective: ObjectiveConfig) -> tuple[ImportanceRule, ...]:
     if cap is None or not isinstance(importance, str):
         return () if isinstance(importance, str) else importance
     *reject, truncate = SINGLE_RULES[importance]
-    rules = [
-        ImportanceRule(rule=name, low=objective.importance_floor or 1.0 / cap, high=cap) for name in reject
-    ]
+    low = objective.importance_floor or 1.0 / cap
+    rules = [ImportanceRule(rule=name, low=low, high=cap) for name in reject]
     return (*rules, ImportanceRule(rule=truncate, high=None if rules else cap))
 
 

@@ -46,6 +46,7 @@ MIN_SPARE_TOKENS, SPARE_SHARE = 32, 0.25
 
 Output = tuple[Tensor, Tensor | None]
 Attention = Callable[..., Output]
+States = Sequence[Tensor]  # queries, keys and values
 
 
 def _packed(attention: Attention, kernel: Attention, attend: Callable[..., Tensor]) -> Attention:
@@ -62,9 +63,7 @@ def _packed(attention: Attention, kernel: Attention, attend: Callable[..., Tenso
     return forward
 
 
-def _attend_in_blocks(
-    attend: Attention, packing: Packing, states: Sequence[Tensor], window: int | None
-) -> Tensor:
+def _attend_in_blocks(attend: Attention, packing: Packing, states: States, window: int | None) -> Tensor:
     """Return the attention output of a kernel that takes sequences of equal length."""
     outputs = []
     for block in packing.blocks:
@@ -76,9 +75,7 @@ def _attend_in_blocks(
     return torch.cat(outputs).index_select(0, packing.block_scatter_index)
 
 
-def _attend_varlen(
-    attend: Attention, packing: Packing, states: Sequence[Tensor], window: int | None
-) -> Tensor:
+def _attend_varlen(attend: Attention, packing: Packing, states: States, window: int | None) -> Tensor:
     """Return the attention output of a kernel that takes concatenated sequences of any length and knows its window."""
     gathered = [state.index_select(0, packing.gather_index).transpose(0, 1)[None] for state in states]
     lengths: dict[str, Any] = {f"cu_seq_lens_{side}": packing.boundaries for side in "qk"}
@@ -170,10 +167,8 @@ def _full_rows(config: RunConfig) -> list[tuple[int, list[Row]]]:
     sampling, longest = config.sampling, config.sampling.max_tokens
     prompt, lengths = range(sampling.max_prompt_tokens), [2**i for i in range(longest.bit_length())]
     lengths.append(longest)
-    rows = (Row(prompt, [range(length)] * sampling.samples) for length in lengths)
-    return [
-        (length, split_row(row, MAX_SHARED_ROW_TOKENS)) for length, row in zip(lengths, rows, strict=True)
-    ]
+    rows = {length: Row(prompt, [range(length)] * sampling.samples) for length in lengths}
+    return [(length, split_row(row, MAX_SHARED_ROW_TOKENS)) for length, row in rows.items()]
 
 
 def update_tokens(config: RunConfig, ranks: int = 1) -> int:

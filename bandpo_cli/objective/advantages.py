@@ -13,7 +13,8 @@ from torch import Tensor
 
 from bandpo_cli.config.batch_and_sampling import RewardConfig
 from bandpo_cli.config.run import ObjectiveConfig
-from bandpo_cli.custom_code import load_setting, user_code
+from bandpo_cli.custom_code import load_setting
+from bandpo_cli.errors import user_code
 from bandpo_cli.registries import ADVANTAGES, load_attribute
 from bandpo_cli.types import Grade, Group
 

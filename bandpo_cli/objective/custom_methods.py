@@ -17,8 +17,8 @@ from bandpo_cli.bounds.arrays import Array, RatioBounds, as_array, cast, output_
 from bandpo_cli.bounds.intervals import BoundsFunction
 from bandpo_cli.config.layers import validation_message
 from bandpo_cli.config.run import ObjectiveConfig
-from bandpo_cli.custom_code import load_setting, user_code
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.custom_code import load_setting
+from bandpo_cli.errors import ConfigError, user_code
 from bandpo_cli.methods.loss import IntervalLoss, LossBatch, PolicyLoss
 from bandpo_cli.methods.settings import CustomSettings
 from bandpo_cli.settings_validation import check_keys

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from bandpo_cli.bounds import RatioBounds, band_bounds
-from bandpo_cli.bounds.band import saturation
-from bandpo_cli.bounds.divergences_and_closed_forms import find_divergence
+from bandpo_cli.bounds.band import find_divergence, saturation
 from bandpo_cli.errors import UserError
 from bandpo_cli.methods.settings import TrustRegionSettings, default_settings
 

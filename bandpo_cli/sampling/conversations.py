@@ -71,30 +71,26 @@ class _Open:
         return Completion(*values, tuple(self.inserted), about)
 
 
+@dataclass
 class Conversations:
     """The tools or the environment of a task, with which `stream_completions` samples several turns.
 
     The limits are `task.max_turns`, `max_result_chars` and `max_turn_tokens`; `ranks` sample at the same time.
-
-    Raises:
-        ConfigError: the model's chat template has no place for the messages.
     """
 
-    def __init__(
-        self,
-        encoder: PromptEncoder,
-        pool: ToolPool,
-        max_turns: int,
-        max_chars: int,
-        ranks: Ranks = SINGLE,
-        max_tokens: int | None = None,
-    ) -> None:
-        self.encoder, self.pool, self.max_turns, self.max_chars = encoder, pool, max_turns, max_chars
-        self.max_tokens, self.end = max_tokens, end_of_turn_id(encoder.tokenizer)
-        self.ranks, self.numbers = ranks, count()
-        self.has_environment = isinstance(pool, EnvironmentPool)
-        self.schemas = tool_schemas(pool.tools, self.has_environment)
-        encoder.check_turn()
+    encoder: PromptEncoder
+    pool: ToolPool
+    max_turns: int
+    max_chars: int
+    ranks: Ranks = SINGLE
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError if the model's chat template has no place for the messages."""
+        self.end, self.numbers = end_of_turn_id(self.encoder.tokenizer), count()
+        self.has_environment = isinstance(self.pool, EnvironmentPool)
+        self.schemas = tool_schemas(self.pool.tools, self.has_environment)
+        self.encoder.check_turn()
 
 
 def build_conversations(config: RunConfig, encoder: PromptEncoder, ranks: Ranks) -> Conversations:
@@ -231,11 +227,9 @@ class Session:
         try:
             ids = self._about.encoder.turn_ids(messages)
             # A message that a stop string or the limit of its tokens has ended lacks the token of its end.
-            if self._about.end is not None and item.context[-1] not in (
-                self._about.end,
-                *self._params.stop_ids,
-            ):
-                ids = (self._about.end, *ids)
+            end = self._about.end
+            if end is not None and item.context[-1] not in (end, *self._params.stop_ids):
+                ids = (end, *ids)
         except ConfigError as error:  # a role that the template does not know; the batch is not lost for it
             item.counts["failed_calls"] += 1
             item.reward, item.reason, item.has_ended = str(error), "length", True

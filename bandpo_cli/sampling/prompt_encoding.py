@@ -178,9 +178,8 @@ class PromptEncoder:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         for message in messages:
             texts = {key: value for key, value in message.items() if isinstance(value, str)}
-            turns.append(
-                {**message, **{key: self._control.sub(rf"\1{_BREAK}", text) for key, text in texts.items()}}
-            )
+            broken = {key: self._control.sub(rf"\1{_BREAK}", text) for key, text in texts.items()}
+            turns.append({**message, **broken})
         try:
             text = self._render(turns, self._arguments)
         except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote
@@ -346,9 +345,8 @@ def _check_questions(
     sample, all_texts = problems[:COMPARED], [_texts(problem) for problem in problems[:COMPARED]]
     decoded = ["".join(text for text, _ in encoder.pieces(item.token_ids)) for item in prompts[:COMPARED]]
     # Tokenizers may change spaces and forms of characters.
-    plain = [
-        "".join(compatibility_form(text).split()) for text in (*decoded, *chain.from_iterable(all_texts))
-    ]
+    compared = (*decoded, *chain.from_iterable(all_texts))
+    plain = ["".join(compatibility_form(text).split()) for text in compared]
     read, written = plain[: len(decoded)], iter(plain[len(decoded) :])
     for problem, prompt, texts, text_read in zip(sample, prompts, all_texts, read, strict=False):
         texts = [*islice(written, len(texts))]

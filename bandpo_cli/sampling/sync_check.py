@@ -15,13 +15,7 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import forward_dtype
-from bandpo_cli.sampling.sampler import (
-    Sampler,
-    SamplingParams,
-    StaleEngineError,
-    TokenIds,
-    TransformersSampler,
-)
+from bandpo_cli.sampling.sampler import Sampler, SamplingParams, StaleEngineError, TransformersSampler
 from bandpo_cli.types import Completion
 
 SAMPLES, COMPLETION_TOKENS = 4, 8
@@ -70,9 +64,7 @@ class SyncCheck:
         The engine allows `max_model_len` tokens, at least 2.
         """
         completion = min(COMPLETION_TOKENS, max_model_len - 1)
-        self._params = SamplingParams(
-            SAMPLES, temperature=1.0, max_tokens=completion, stop_ids=(), stops=False
-        )
+        self._params = SamplingParams(SAMPLES, 1.0, completion, stop_ids=(), stops=False)
         self._length = min(PROMPT_TOKENS, max_model_len - completion)
         self._policy = policy
         self._prompt = () if policy is None else _sampled_prompt(policy, self._length)
@@ -87,7 +79,7 @@ class SyncCheck:
         yield remaining == 0
         self._remaining = (remaining or CHECK_EVERY) - 1
 
-    def observe(self, prompt: TokenIds, completion: Completion) -> None:
+    def observe(self, prompt: Sequence[int], completion: Completion) -> None:
         """Take the start of a rollout as the prompt of the next checks if it is long enough."""
         rollout = (*prompt, *completion.token_ids)
         if len(rollout) >= self._length:
@@ -116,7 +108,7 @@ class SyncCheck:
 
 
 @torch.no_grad()
-def mean_gap(model: PreTrainedModel, prompt: TokenIds, completions: Sequence[Completion]) -> float:
+def mean_gap(model: PreTrainedModel, prompt: Sequence[int], completions: Sequence[Completion]) -> float:
     """Return the mean absolute difference in nats between reported log-probs and those of the trainer's model.
 
     The completions continue `prompt`, have one length, and were sampled at temperature 1.

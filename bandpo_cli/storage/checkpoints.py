@@ -44,6 +44,7 @@ FORMAT = 1
 _SEAL = "own_xxh3"
 """Key of `trainer/state.json` for the checksum of the text of the other keys."""
 
+_CHANGED = "is damaged: its content has changed since it was written"
 _STAGING_NAME = re.compile(r"\.step-\d+\.(writing|removing)")
 
 
@@ -136,8 +137,7 @@ def check_contents(folder: Path, training_state: bool = True) -> None:
         for name in names:
             try:
                 if next(checksums) != state["xxh3"][name]:
-                    defect = "is damaged: its content has changed since it was written"
-                    raise UserError(f"{folder}: {name} {defect}")
+                    raise UserError(f"{folder}: {name} {_CHANGED}")
             except OSError as error:
                 raise UserError(f"{folder}: {name}: {error.strerror or error}") from None
 
@@ -150,9 +150,8 @@ def _read_state(folder: Path) -> tuple[dict[str, Any], Progress]:
         raise UserError(f"{where}: has format {state.get('format')}; this version reads format {FORMAT}")
     checksum = state.pop(_SEAL, None)
     if checksum != xxh3_64_hexdigest(json_bytes(state)):
-        raise UserError(f"{where} is damaged: its content has changed since it was written")
-    # An earlier version had fewer fields.
-    return state, Progress(**{key.name: state[key.name] for key in fields(Progress) if key.name in state})
+        raise UserError(f"{where} {_CHANGED}")
+    return state, Progress(**{key.name: state[key.name] for key in fields(Progress)})
 
 
 def complete_checkpoints(run: RunFolder) -> Checkpoints:

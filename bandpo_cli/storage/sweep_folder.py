@@ -14,12 +14,11 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from bandpo_cli.config.layers import read_yaml, to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.custom_code import keep_code
 from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object
 from bandpo_cli.storage.files import sync, write_json, write_text
 from bandpo_cli.storage.run_folder import create_folder, find_folder, is_valid_name, not_found
-from bandpo_cli.storage.run_record import is_finished
+from bandpo_cli.storage.run_record import is_finished, keep_code
 
 PLAN_FILE, STOPPED_FILE = "sweep.yaml", "stopped.json"
 _RESERVED_NAMES = ("attempts", "logs", "plans", "report")

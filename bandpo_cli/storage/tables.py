@@ -323,9 +323,8 @@ def _write_columns(path: Path, columns: Mapping[str, tuple[Any, Any]]) -> Path:
     """Write a table with the given types and values of its columns."""
     import pyarrow as pa
 
-    return _write(
-        path, pa.table({name: pa.array(values, type=kind) for name, (kind, values) in columns.items()})
-    )
+    arrays = {name: pa.array(values, type=kind) for name, (kind, values) in columns.items()}
+    return _write(path, pa.table(arrays))
 
 
 @contextmanager
@@ -343,6 +342,4 @@ def _reading(path: Path, content: str, schema: Any = None) -> Iterator[Any]:
 def _write(path: Path, table: Any, **options: Any) -> Path:
     import pyarrow.parquet as pq
 
-    return write_atomically(
-        path, lambda temporary: pq.write_table(table, temporary, compression="zstd", **options)
-    )
+    return write_atomically(path, lambda file: pq.write_table(table, file, compression="zstd", **options))

@@ -14,7 +14,7 @@ from bandpo_cli.errors import UserError, plural
 from bandpo_cli.evaluation.verdicts import ALPHA, observations
 from bandpo_cli.paths import path_exists
 from bandpo_cli.reports.run_tables import common_sets, read_runs
-from bandpo_cli.reports.run_variants import select_runs
+from bandpo_cli.reports.run_variants import common_start, select_runs, shorten_list
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import read_record, usable_cores
 from bandpo_cli.storage.sweep_folder import check_baseline
@@ -71,10 +71,10 @@ def plan_power(
     if not 0 < difference < 1:
         raise UserError(f"--power {difference:g}: a difference of accuracies above 0 and below 1, as in 0.02")
     selection = select_runs([pilot], runs_dir, baseline)
-    tables = read_runs(selection.runs)
+    start, tables = common_start(selection.runs), read_runs(selection.runs, with_budgets=True)
+    excluded = [f"{run.run} ({run.reason})" for run in tables.excluded]
     if (runs := tables.runs).empty:
-        reasons = [f"; {run.run}: {run.reason}" for run in tables.excluded[:1]]
-        raise UserError(f"--pilot {pilot}: no run can be used{''.join(reasons)}; {_ADVICE}")
+        raise UserError(f"--pilot {pilot}: {'; '.join(['no run can be used', *excluded[:1], _ADVICE])}")
     sets, scores = common_sets(runs), dict[str, dict[int, dict[str, float]]]()
     for (variant, seed), folder, steps in zip(runs.index, runs["folder"], runs["steps"], strict=True):
         path = folder / "evals" / f"step-{steps:06d}.json"
@@ -102,7 +102,7 @@ def plan_power(
     jobs = jobs or len(visible_gpus(os.environ)) or usable_cores()
     rows, degrees = list[PlanRow](), len(seeds) - 1
     z_squared = observations(0.01, alpha) * 0.01**2  # of many observations: (1.96 + 0.84)² at 5%
-    timed = np.mean([_seconds(folder) for folder in runs["folder"]], axis=0)
+    timed = np.mean([_seconds(folder, start) for folder in runs["folder"]], axis=0)
     for problems in sorted({max(2, round(factor * len(ids))) for factor in FACTORS}):
         variance = components.seed + components.cell / problems
         chi_squared = (degrees, chdtri(degrees, 0.05), chdtri(degrees, 0.95))
@@ -113,7 +113,8 @@ def plan_power(
         lengths = [START_S + timed[0] + timed[1] * problems / len(ids)] * (needed * (1 + len(found)))
         counts = problems, needed, low, high, elsewhere, len(lengths)
         rows.append(PlanRow(*counts, total_seconds(lengths, jobs)))
-    return f"{plural(len(scores), 'variant')} with {size}", components, rows
+    without = f", without {shorten_list(excluded)}" if excluded else ""
+    return f"{plural(len(scores), 'variant')} with {size}{without}", components, rows
 
 
 def variance_components(changes_SP: NDArray[np.float64], completions: float) -> Components:
@@ -139,8 +140,8 @@ def _by_problem(path: Path, sets: Sequence[str]) -> dict[str, float]:
         raise UserError(f"{path}: the evaluation has no accuracy by problem") from None
 
 
-def _seconds(folder: Path) -> tuple[float, float]:
-    """Return the seconds of all steps of a run without its evaluations, and those of its evaluations."""
-    records = RunFolder(folder).read_metrics()
+def _seconds(folder: Path, start: int) -> tuple[float, float]:
+    """Return the seconds of the steps of a run without its evaluations, and of these; of a fork, after `start`."""
+    records = [line for line in RunFolder(folder).read_metrics() if line["step"] > start or not start]
     evaluating = sum(record.get("time/eval", 0.0) for record in records)
     return sum(record.get("time/step", 0.0) for record in records) - evaluating, evaluating

@@ -107,7 +107,7 @@ class QuestionAnswerTask(Task):
         keys = {key for rank, key in ranked if rank < fraction} or {ranked[0][1]}
         heldout = [question for key, question in keyed if key in keys]
         label = source_label(self._train_sources[0]) if len(self._train_sources) == 1 else "heldout"
-        self.lines.append(
+        self.notes.append(
             f"{label}: {len(heldout):,} of {plural(len(keyed), 'problem')} held out for evaluation "
             f"(heldout_fraction = {fraction:g})"
         )
@@ -121,7 +121,7 @@ class QuestionAnswerTask(Task):
         clean = [question for key, question in self._train_questions if key not in keys]
         shared = len(self._train_questions) - len(clean)
         if shared and self._heldout_sources:
-            self.lines.append(f"train: {plural(shared, 'problem')} dropped, also in an evaluation set")
+            self.notes.append(f"train: {plural(shared, 'problem')} dropped, also in an evaluation set")
         if not clean:
             raise ConfigError(
                 "task.train: every problem is held out for evaluation, so none remains to train on; give more "
@@ -148,21 +148,21 @@ class QuestionAnswerTask(Task):
             if not copies:
                 raise
             raise NotLoadedError(f"{error}; give local copies: {' '.join(copies)}") from None
-        self.lines += notes
+        self.notes += notes
         template, grader = self._config.template, questions[0].grader
         readable = GRADERS[grader].templates if grader in GRADERS else ()
         if any(not isinstance(question.prompt, str) for question in questions):
-            self.lines.append(
+            self.notes.append(
                 f"{source_label(source)}: has chat messages; task.template does not apply, task.system where they have "
                 "no system message"
             )
         elif not questions[0].answer:
-            self.lines.append(
+            self.notes.append(
                 f"{source_label(source)}: without reference answers, so that the default of task.template does not "
                 f"apply{f' and {grader!r} grades nothing' if needs_answer(grader) else ''}"
             )
         elif readable and template in TEMPLATES and template not in ("plain", *readable):
-            self.lines.append(
+            self.notes.append(
                 f"{source_label(source)}, {_PURPOSES[part]}: the grader '{grader}' does not read the answers that "
                 f"task.template = '{template}' asks for; use task.template = {' or '.join(readable)}"
             )

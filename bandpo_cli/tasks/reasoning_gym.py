@@ -66,14 +66,14 @@ class ReasoningGym(Task):
             _check_options(name, options)
         self._config = config
         self._system = _system_message(config.system)
-        self.lines = [f"reasoning-gym {metadata.version('reasoning-gym')}"]
-        self.lines += [
+        self.notes = [f"reasoning-gym {metadata.version('reasoning-gym')}"]
+        self.notes += [
             f"{name}: options without effect, it is not in task.names"
             for name in config.options
             if name not in config.names
         ]
         if "<answer>" not in f"{self._system}{config.template}":
-            self.lines.append(
+            self.notes.append(
                 "task: neither the system message nor the template asks for <answer>...</answer>, and only that is "
                 "scored"
             )
@@ -100,7 +100,7 @@ class ReasoningGym(Task):
                     "task.heldout_size, or widen its options"
                 )
             if len(entries) < job["size"]:
-                self.lines.append(
+                self.notes.append(
                     f"{name}: only {len(entries):,} different {part} problems of {job['size']:,}"
                 )
             extra = {"generator": name, "options": json.dumps(job["options"])}

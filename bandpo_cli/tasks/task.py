@@ -3,10 +3,12 @@
 import random
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from itertools import combinations, combinations_with_replacement, product
 from math import prod
+from operator import itemgetter
 
 from bandpo_cli.config.task import CalculatorTask, CountdownTask, TaskSettings, check_package
 from bandpo_cli.errors import ConfigError
@@ -27,6 +29,7 @@ class Task:
         name: the name of the task in the config.
         train_problems: returns the problems to train on; the first call makes them, and may raise ConfigError.
         heldout_sets: returns the evaluation sets by label, the `<task>` of the metric names `eval/<task>/...`.
+        notes: lines for the user on the problems read so far: counts, and what was dropped and why.
     """
 
     def __init__(
@@ -35,12 +38,8 @@ class Task:
         train: Callable[[], Sequence[Problem]],
         heldout: Callable[[], Mapping[str, Sequence[Problem]]],
     ) -> None:
-        self.name, self.lines = name, list[str]()
+        self.name, self.notes = name, list[str]()
         self.train_problems, self.heldout_sets = cache(train), cache(heldout)
-
-    def notes(self) -> list[str]:
-        """Return lines for the user on the problems read so far: counts, and what was dropped and why."""
-        return list(self.lines)
 
 
 def build_task(config: TaskSettings) -> Task:
@@ -109,15 +108,18 @@ def compatibility_form(text: str) -> str:
     return unicodedata.normalize("NFKC", "".join(chars))
 
 
+@dataclass
 class ProblemStream:
     """An endless stream of shuffled epochs: the problem at position i is a pure function of (problems, seed, i).
 
     `position`, the number of problems returned so far, is the only state: a checkpoint stores it.
     """
 
-    def __init__(self, problems: Sequence[Problem], seed: int, position: int = 0) -> None:
-        self._problems, self._seed, self.position = problems, seed, position
-        self._epoch, self._order = -1, [0]
+    problems: Sequence[Problem]
+    seed: int
+    position: int = 0
+    _epoch: int = -1
+    _order: Sequence[int] = ()
 
     def next(self, count: int) -> list[Problem]:
         """Return the next `count` problems and advance the position."""
@@ -129,13 +131,13 @@ class ProblemStream:
         """Return the problems from `position` on, over epochs."""
         problems = []
         for index in range(position, position + count):
-            epoch, offset = divmod(index, len(self._problems))
+            epoch, offset = divmod(index, len(self.problems))
             if epoch != self._epoch:
                 # Python guarantees the same random() for a seed in every version, but not the same shuffle().
-                rng = random.Random(f"{self._seed}/{epoch}")
-                keys = [rng.random() for _ in self._problems]
+                rng = random.Random(f"{self.seed}/{epoch}")
+                keys = [rng.random() for _ in self.problems]
                 self._epoch, self._order = epoch, sorted(range(len(keys)), key=keys.__getitem__)
-            problems.append(self._problems[self._order[offset]])
+            problems.append(self.problems[self._order[offset]])
         return problems
 
 
@@ -151,7 +153,7 @@ def _split(name: str, ranked: list[tuple[float, Problem]], heldout_fraction: flo
     A hash of a problem alone decides whether it is held out, so that it is on the same side in every run, on every
     machine and under all other settings, and no training (including a warm start) can use a held-out problem.
     """
-    ranked = sorted(ranked, key=lambda pair: (pair[0], pair[1].id))
+    ranked = sorted(ranked, key=itemgetter(0))
     split = sum(rank < heldout_fraction for rank, _ in ranked)
     problems = [problem for _, problem in ranked]
     return Task(name, lambda: problems[split:], lambda: {name: problems[:split]})

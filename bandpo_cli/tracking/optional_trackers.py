@@ -91,9 +91,8 @@ class WandbTracker(Tracker):
         """Hand the metrics to wandb-core, with the times of the steps."""
         complete = self.run.kind != "sweep"  # `finish` adds the report to the point of a sweep
         for point in points:
-            self._run.log(
-                point.metrics | {"_timestamp": point.time_ms / 1000}, step=point.step, commit=complete
-            )
+            values = point.metrics | {"_timestamp": point.time_ms / 1000}
+            self._run.log(values, step=point.step, commit=complete)
             self._logged = point.step
 
     def finish(self, status: str, summary: Mapping[str, Any], files: Sequence[Path]) -> None:

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from bandpo_cli.config.layers import flatten, nest, read_layer
 from bandpo_cli.config.run import TrackingConfig
-from bandpo_cli.custom_code import exits_as_errors
-from bandpo_cli.errors import redact_credentials
+from bandpo_cli.errors import exits_as_errors, redact_credentials
 from bandpo_cli.storage.files import file_digest, read_metrics_after, step_of
 from bandpo_cli.storage.run_record import StoredRun, read_stored_run, read_summary
 from bandpo_cli.tracking.mlflow_store import MLFLOW, Store, tracking_store, ui_text

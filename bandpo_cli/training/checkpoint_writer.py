@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from xxhash import xxh3_64
@@ -68,8 +69,8 @@ class TrainedState:
         ahead: the batches that are sampled ahead.
     """
 
-    weights: Mapping[str, torch.Tensor]
-    optimizer: Mapping[str, torch.Tensor]
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
     progress: checkpoints.Progress
     ahead: Sequence[SampledGroups] = ()
 
@@ -131,9 +132,8 @@ def write_checkpoint(
             (hidden / checkpoints.ROLLOUTS).parent.mkdir()
             write_sampled(hidden / checkpoints.ROLLOUTS, state.ahead)
         if ranks.size == 1:
-            checksums[checkpoints.OPTIMIZER] = write_tensors(
-                hidden / checkpoints.OPTIMIZER, state.optimizer, check
-            )
+            file = hidden / checkpoints.OPTIMIZER
+            checksums[checkpoints.OPTIMIZER] = write_tensors(file, state.optimizer, check)
 
     @_write_errors(folder)
     def complete() -> None:
@@ -191,9 +191,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
         raise RunError(f"{folder}: the checkpoint cannot be written: {reason_of(error)}") from error
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = lambda: None
-) -> str:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], check: Callable[[], None] = lambda: None) -> str:
     """Write tensors of floating-point types as a safetensors file and return the `file_checksum` of the file.
 
     The bytes are those of `safetensors.torch.save_file`, which writes a file in one call. This function writes and
@@ -240,7 +238,7 @@ class StateCopy:
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self._mesh = mesh
-        self._copies: dict[Hashable, torch.Tensor] = {}
+        self._copies: dict[Hashable, Tensor] = {}
 
     def missing_bytes(self, state: TrainedState) -> int:
         """Return the bytes that `take` would allocate; torch allocates pinned memory in powers of two."""
@@ -262,11 +260,10 @@ class StateCopy:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the copies to pinned memory are asynchronous
         weights = {name: self._copies.get(_place(item), item) for name, item in state.weights.items()}
-        return replace(
-            state, weights=weights, optimizer={k: self._copy_of(v) for k, v in state.optimizer.items()}
-        )
+        optimizer = {name: self._copy_of(item) for name, item in state.optimizer.items()}
+        return replace(state, weights=weights, optimizer=optimizer)
 
-    def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_of(self, tensor: Tensor) -> Tensor:
         """Return the copy of a tensor; that of this rank's shard of a DTensor is a DTensor in host memory."""
         copied = self._copies[_place(local_tensor(tensor))]
         if not isinstance(tensor, DTensor):
@@ -275,12 +272,12 @@ class StateCopy:
         return DTensor.from_local(copied, mesh, tensor.placements, shape=shape, stride=stride)
 
 
-def _place(tensor: torch.Tensor) -> Hashable:
+def _place(tensor: Tensor) -> Hashable:
     """Return device, address, shape and type of a tensor: what tied weights have in common."""
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
-def _by_place(state: TrainedState) -> dict[Hashable, torch.Tensor]:
+def _by_place(state: TrainedState) -> dict[Hashable, Tensor]:
     """Return the tensors of this rank that are to be copied, tied weights once."""
     is_sharded = any(isinstance(tensor, DTensor) for tensor in state.optimizer.values())
     weights = () if is_sharded else state.weights.values()

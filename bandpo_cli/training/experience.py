@@ -24,18 +24,9 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.methods.importance_correction import importance_weights
 from bandpo_cli.methods.loss import LossBatch, PolicyLoss
+from bandpo_cli.models import packing
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.packing import (
-    TokenBatch,
-    balanced_owners,
-    batch_rows,
-    collate,
-    device_tensor,
-    empty_batch,
-    host_copy,
-    shared_rows,
-)
 from bandpo_cli.objective.advantages import wrong_peers
 from bandpo_cli.objective.policy_objective import AGGREGATIONS, entropy_threshold, off_policy_tokens
 from bandpo_cli.processes.ranks import Ranks
@@ -50,9 +41,9 @@ class MicroBatch(NamedTuple):
         sequences: [s] int64, index of each completion among the S of the update.
     """
 
-    tokens: TokenBatch
-    span: torch.Tensor
-    sequences: torch.Tensor
+    tokens: packing.TokenBatch
+    span: Tensor
+    sequences: Tensor
 
 
 Batch = TypeVar("Batch", bound=LossBatch)
@@ -78,9 +69,7 @@ class OldPolicy(NamedTuple):
     is_exact: bool
 
 
-def old_policy(
-    groups: Sequence[Group], loss: PolicyLoss, sampler_is_exact: bool, is_first: bool
-) -> OldPolicy:
+def old_policy(groups: Sequence[Group], loss: PolicyLoss, is_exact: bool, is_first: bool) -> OldPolicy:
     """Choose where an update takes its values under π_old from; `is_first` for the first update after sampling.
 
     The ratio is taken to the sampler's log-probs if `objective.old_logprobs` says so, and in later updates if they are
@@ -93,14 +82,14 @@ def old_policy(
     lacks_entropy = objective.top_entropy is not None and not all(
         len(item.entropies) == len(item.token_ids) for item in completions
     )
-    all_tokens = lacks_entropy or (objective.all_token_metrics and not sampler_is_exact)
-    if objective.old_logprobs == "sampler" or (sampler_is_exact and not is_first):
+    all_tokens = lacks_entropy or (objective.all_token_metrics and not is_exact)
+    if objective.old_logprobs == "sampler" or (is_exact and not is_first):
         measured: Pass | None = "own pass" if is_first else None
         if lacks_entropy or (all_tokens and not is_first):
             measured = "extra pass"
-        return OldPolicy("sampler", measured, all_tokens, sampler_is_exact)
+        return OldPolicy("sampler", measured, all_tokens, is_exact)
     source: Pass = "own pass" if is_first and not (loss.needs_all_tokens or lacks_entropy) else "extra pass"
-    return OldPolicy(source, source, all_tokens, sampler_is_exact)
+    return OldPolicy(source, source, all_tokens, is_exact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +112,15 @@ class Experience(LossBatch):
     """
 
     groups: Sequence[Group]
-    has_loss: torch.Tensor
+    has_loss: Tensor
     micro_batches: Sequence[MicroBatch]
-    order: torch.Tensor | None
-    sampler_logprobs: torch.Tensor
+    order: Tensor | None
+    sampler_logprobs: Tensor
     loss: PolicyLoss
     old: OldPolicy
-    trainer_logprobs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    entropy_threshold: torch.Tensor | None = None
+    trainer_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    entropy_threshold: Tensor | None = None
     left_out: Experience | None = None
 
     @property
@@ -144,11 +133,11 @@ class Experience(LossBatch):
         """Whether the pass of the update gives the entropies under π_old."""
         return self.old.measured == "own pass" and not (self.old.is_exact and self.entropy is not None)
 
-    def loss_weights(self, aggregation: str, max_tokens: int) -> torch.Tensor:
+    def loss_weights(self, aggregation: str, max_tokens: int) -> Tensor:
         """Return the weight of each token in the loss of the update, [N] float32, by `objective.aggregation`."""
         has_loss = torch.cat([part.has_loss for part in self.parts])
         lengths = torch.cat([part.lengths for part in self.parts])
-        counted = device_tensor(has_loss.nonzero().squeeze(1), lengths.device)
+        counted = packing.device_tensor(has_loss.nonzero().squeeze(1), lengths.device)
         weights = torch.zeros(len(lengths), device=lengths.device)
         weights[counted] = AGGREGATIONS[aggregation](lengths[counted], max_tokens)
         return weights[: len(self.lengths)].repeat_interleave(self.lengths, output_size=self.tokens)
@@ -158,12 +147,12 @@ class Experience(LossBatch):
         """The number of tokens, N."""
         return len(self.sampler_logprobs)
 
-    def dropped(self, logprobs: torch.Tensor) -> torch.Tensor | None:
+    def dropped(self, logprobs: Tensor) -> Tensor | None:
         """Return which tokens the off-policy mask drops, bool [N], for log π [N] in the update; None without it."""
         threshold = self.loss.objective.off_policy_mask
         return None if threshold is None else off_policy_tokens(logprobs, self, threshold)
 
-    def trained_advantages(self, logprobs: torch.Tensor) -> torch.Tensor:
+    def trained_advantages(self, logprobs: Tensor) -> Tensor:
         """Return the advantages, and 0 for masked, dropped and not chosen tokens, which have no policy loss, [N]."""
         masked = None if self.importance_weights is None else self.importance_weights == 0
         others = None if self.chosen is None else ~self.chosen
@@ -173,7 +162,7 @@ class Experience(LossBatch):
                 advantages = advantages.masked_fill(mask, 0.0)
         return advantages
 
-    def batch(self, part: MicroBatch, logprobs: torch.Tensor) -> LossBatch:
+    def batch(self, part: MicroBatch, logprobs: Tensor) -> LossBatch:
         """Return the values of the tokens of one of `micro_batches`.
 
         `logprobs`, [n], are those of the pass of the update, which may be the source of the values under π_old.
@@ -194,7 +183,7 @@ class Experience(LossBatch):
             return self._under_trainer(batch, logprobs.detach())
         return batch
 
-    def _under_trainer(self, batch: Batch, logprobs: torch.Tensor) -> Batch:
+    def _under_trainer(self, batch: Batch, logprobs: Tensor) -> Batch:
         """Return n tokens with the ratio taken to log-probs of π_old by the trainer, [n] float32.
 
         Importance weights and the columns of the method follow from them.
@@ -206,7 +195,7 @@ class Experience(LossBatch):
         columns = self.loss.prepare(logprobs, batch.advantages, *sampled)
         return replace(batch, old_logprobs=logprobs, importance_weights=weights, columns=columns)
 
-    def gather(self, ranks: Ranks, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def gather(self, ranks: Ranks, columns: Sequence[Tensor]) -> list[Tensor]:
         """Return the values of all ranks, [N] each, in the order of the update.
 
         `columns` are of one dtype and have the values of the tokens of `micro_batches`, one after another.
@@ -216,7 +205,7 @@ class Experience(LossBatch):
             return gathered
         return [torch.empty_like(column).index_copy_(0, self.order, column) for column in gathered]
 
-    def measured(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
+    def measured(self, logprobs: Tensor, entropy: Tensor | None) -> Experience:
         """Return the experience with log-probs and entropies (None: those of the sampler) by the trainer, [N] float32.
 
         The ratio is taken to these log-probs unless its source is the sampler.
@@ -227,16 +216,16 @@ class Experience(LossBatch):
             return experience
         return self._under_trainer(experience, logprobs)
 
-    def updated(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
+    def updated(self, logprobs: Tensor, entropy: Tensor | None) -> Experience:
         """Return the experience after its update, whose pass gave these values; it may be a pass under π_old."""
         return self.measured(logprobs, entropy) if self.old.measured == "own pass" else self
 
     def on_host(self) -> Experience:
         """Return the experience without micro-batches, with `host_copy` of its tensors."""
         tensors: dict[str, Any] = {
-            name: host_copy(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: packing.host_copy(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        columns = {name: host_copy(column) for name, column in self.columns.items()}
+        columns = {name: packing.host_copy(column) for name, column in self.columns.items()}
         left_out = None if self.left_out is None else self.left_out.on_host()
         return replace(self, micro_batches=(), columns=columns, left_out=left_out, **tensors)
 
@@ -246,7 +235,7 @@ def prepare_updates(
     policy: Policy,
     reference: Policy | None,
     groups: Sequence[Group],
-    advantages_PG: torch.Tensor,
+    advantages_PG: Tensor,
     loss: PolicyLoss,
     config: RunConfig,
     sampler_is_exact: bool,
@@ -308,7 +297,7 @@ def _with_chosen(experience: Experience, share: float) -> Experience:
     columns = []
     for part in experience.parts:
         assert part.entropy is not None
-        has_loss = device_tensor(part.has_loss, part.lengths.device)
+        has_loss = packing.device_tensor(part.has_loss, part.lengths.device)
         columns.append(part.entropy[has_loss.repeat_interleave(part.lengths, output_size=part.tokens)])
     if not len(entropy := torch.cat(columns)):
         return experience
@@ -325,7 +314,7 @@ def adapted(policy: Policy, experience: Experience, temperature: float) -> Exper
     return replace(experience, columns={**experience.columns, **columns})
 
 
-def active_groups(advantages_PG: torch.Tensor) -> torch.Tensor:
+def active_groups(advantages_PG: Tensor) -> Tensor:
     """Return which groups have an advantage that is not 0, [P] bool; the first one where none has.
 
     An update without any token would leave the moments of AdamW as they are; with a gradient of 0 they decay.
@@ -338,12 +327,12 @@ def active_groups(advantages_PG: torch.Tensor) -> torch.Tensor:
 
 def _sampled(
     groups: Sequence[Group],
-    advantages_PG: torch.Tensor,
-    has_loss_PG: torch.Tensor,
+    advantages_PG: Tensor,
+    has_loss_PG: Tensor,
     loss: PolicyLoss,
     old: OldPolicy,
     device: torch.device,
-    chosen_P: torch.Tensor,
+    chosen_P: Tensor,
 ) -> Experience:
     """Return the experience of the chosen groups with the values of the sampler, without micro-batches."""
     groups, advantages = [*compress(groups, chosen_P.tolist())], advantages_PG[chosen_P].flatten().to(device)
@@ -351,18 +340,18 @@ def _sampled(
     if not all(completion.token_ids for completion in completions):
         raise RunError("the sampler returned a completion without a token, not even an end token")
     peers = [share for group in groups for share in wrong_peers(group)]
-    lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
-    sampler_logprobs = device_tensor(np.concatenate([item.logprobs for item in completions]), device)
+    lengths = packing.device_tensor([len(completion.token_ids) for completion in completions], device)
+    sampler_logprobs = packing.device_tensor(np.concatenate([item.logprobs for item in completions]), device)
     entropy = None
     if all(len(item.entropies) == len(item.token_ids) for item in completions):
-        entropy = device_tensor(np.concatenate([item.entropies for item in completions]), device)
+        entropy = packing.device_tensor(np.concatenate([item.entropies for item in completions]), device)
     return Experience(
         groups=groups,
         micro_batches=(),
         order=None,
         lengths=lengths,
         has_loss=has_loss_PG[chosen_P].flatten(),
-        wrong_peers=device_tensor(peers, device, torch.float32),
+        wrong_peers=packing.device_tensor(peers, device, torch.float32),
         advantages=advantages.repeat_interleave(lengths, output_size=len(sampler_logprobs)),
         sampler_logprobs=sampler_logprobs,
         old_logprobs=sampler_logprobs,
@@ -382,29 +371,28 @@ def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int)
     prompts_P = [group.rollouts_G[0].prompt_ids for group in groups]
     completions_PG = [[rollout.completion.marked_ids for rollout in group.rollouts_G] for group in groups]
     lengths_PG = [[*map(len, completions_G)] for completions_G in completions_PG]
-    owners_PG = np.array(balanced_owners([*map(len, prompts_P)], lengths_PG, ranks.size))
-    token_owners = owners_PG.repeat(
-        [len(item.completion.token_ids) for group in groups for item in group.rollouts_G]
-    )
+    owners_PG = np.array(packing.balanced_owners([*map(len, prompts_P)], lengths_PG, ranks.size))
+    rollouts = [rollout for group in groups for rollout in group.rollouts_G]
+    token_owners = owners_PG.repeat([len(rollout.completion.token_ids) for rollout in rollouts])
     sequences, tokens = (np.flatnonzero(owners == ranks.rank) for owners in (owners_PG, token_owners))
     batches = []
-    own_rows = shared_rows(prompts_P, completions_PG, (owners_PG == ranks.rank).tolist())
-    for rows in batch_rows(own_rows, max_tokens):
-        batch = collate(rows, device)
+    own_rows = packing.shared_rows(prompts_P, completions_PG, (owners_PG == ranks.rank).tolist())
+    for rows in packing.batch_rows(own_rows, max_tokens):
+        batch = packing.collate(rows, device)
         n, s = len(batch.targets), sum(len(row.completions) for row in rows)
-        places = (device_tensor(tokens[:n], device), device_tensor(sequences[:s], device))
+        places = (packing.device_tensor(tokens[:n], device), packing.device_tensor(sequences[:s], device))
         batches.append(MicroBatch(batch, *places))
         tokens, sequences = tokens[n:], sequences[s:]
     if missing := max(ranks.gather(len(batches))) - len(batches):
-        none = device_tensor([], device, torch.int64)
-        batches += [MicroBatch(empty_batch(policy.pad_id, device), none, none)] * missing
-    order = None if ranks.size == 1 else device_tensor(token_owners.argsort(kind="stable"), device)
+        none = packing.device_tensor([], device, torch.int64)
+        batches += [MicroBatch(packing.empty_batch(policy.pad_id, device), none, none)] * missing
+    order = None if ranks.size == 1 else packing.device_tensor(token_owners.argsort(kind="stable"), device)
     return replace(experience, micro_batches=batches, order=order)
 
 
 def _forward(
     policy: Policy, experience: Experience, temperature: float, with_entropy: bool = True
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Return log-probs, and entropies if asked for, of the tokens of all ranks, [N] each."""
     outputs = []
     with policy.passes() as model:

@@ -78,18 +78,15 @@ def train(
     policy, optimizer, is_main = components.policy, components.optimizer, components.ranks.is_main
     reference = None if components.reference is None else components.reference.model
     # vLLM caches prompts and turns. The transformers engine has no cache between the turns of a conversation.
-    has_cache = (
-        config.sampling.vllm.prefix_caching if components.sampler.streams else not config.task.functions
-    )
+    streams, sampling = components.sampler.streams, config.sampling
+    has_cache = sampling.vllm.prefix_caching if streams else not config.task.functions
     totals = RunTotals(components.ranks.on_main(folder.read_metrics) if first > 0 else [])
     work = PackedWork(policy.model, components.ranks, reference, has_cache)
-    with (
-        CheckpointWriter(config, components, folder) as writer,
-        RolloutBatches(config, components) as batches,
-    ):
-        about = config, components, folder, writer, totals
+    about = config, components
+    with CheckpointWriter(*about, folder) as writer, RolloutBatches(*about) as batches:
+        finish_step = partial(_finish_step, *about, folder, writer, totals)
         if first == 0 and config.evaluation.is_due(0, config.steps):
-            yield _finish_step(*about, 0, totals.add({}), StepTimer(watch), sample=None)
+            yield finish_step(0, totals.add({}), StepTimer(watch), sample=None)
         for step in range(max(1, first), config.steps + 1):
             writer.check()
             if any(components.ranks.gather(stop())):
@@ -112,7 +109,7 @@ def train(
                 advantages_PG = step_advantages(config, rollouts.groups)
                 loss = policy_loss(config.bounds.model_copy(update=scheduled), settings.objective)
                 # The log-probs of older weights are not the trainer's, whichever engine computed them.
-                exact = config.sampling.max_lag == 0 and is_exact(components.sampler, policy)
+                exact = sampling.max_lag == 0 and is_exact(components.sampler, policy)
                 graded = rollouts.groups, advantages_PG
                 experiences = prepare_updates(policy, components.reference, *graded, loss, settings, exact)
             with work, timer.phase("update"):
@@ -131,7 +128,7 @@ def train(
                 record |= work.metrics(timer, rollouts, updates.trained, totals, released)
                 if adapts:
                     record |= _adapt_entropy_bonus(config, components, record["train/entropy"])
-                if config.sampling.max_lag:
+                if sampling.max_lag:
                     record |= {"sampler/lag": float(lag), "sampler/lag_steps": float(rollouts.age)}
                 if is_main:
                     last = step if config.stop.budget_reached(record) else config.steps
@@ -144,7 +141,7 @@ def train(
                 components.sampler.sync(policy.model, optimizer.update)
             # → evaluation and checkpoint where due → the step's line
             sample = rollouts.groups[0].rollouts_G[0]
-            yield _finish_step(*about, step, record, timer, sample)
+            yield finish_step(step, record, timer, sample)
 
 
 def step_advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.bounds.intervals import ClipState
@@ -67,12 +68,8 @@ def conversation_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         return {}
     calls = sum(item.calls for item in turns)
     results = sum(len(item.messages) - item.turns for item in turns)
-    wholes = {
-        "failed_call": calls,
-        "malformed_call": calls,
-        "timed_out_call": calls,
-        "truncated_result": results,
-    }
+    wholes = dict.fromkeys(("failed_call", "malformed_call", "timed_out_call"), calls)
+    wholes["truncated_result"] = results
     shares = {
         f"conversation/{name}_fraction": sum(getattr(item, f"{name}s") for item in turns) / whole
         for name, whole in wholes.items()
@@ -98,7 +95,7 @@ def reward_metrics(grades: Sequence[Grade]) -> dict[str, float]:
     return means | ({"grade/not_applicable_fraction": without / len(grades)} if without else {})
 
 
-def _joined(columns: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+def _joined(columns: Iterable[Tensor | None]) -> Tensor | None:
     """Return the concatenated columns without those that are None, None if all are."""
     known = [column for column in columns if column is not None]
     return torch.cat(known) if known else None
@@ -165,21 +162,17 @@ def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
 
 def _clip_state(experience: Experience, forward: Forward) -> ClipState:
     """Return which tokens of an update the method clips."""
-    advantages = experience.trained_advantages(forward.logprobs)
-    return experience.loss.clip_state(
-        experience.columns, forward.ratios, advantages, forward.gradient_weights
-    )
+    advantages, weights = experience.trained_advantages(forward.logprobs), forward.gradient_weights
+    return experience.loss.clip_state(experience.columns, forward.ratios, advantages, weights)
 
 
-def probability_bins(old_logprobs: torch.Tensor) -> torch.Tensor:
+def probability_bins(old_logprobs: Tensor) -> Tensor:
     """Return the bin of each token's π_old, int64 [N]."""
     edges = torch.tensor(PROBABILITY_EDGES[1:-1], device=old_logprobs.device, dtype=torch.float64)
     return torch.bucketize(old_logprobs.double().exp(), edges)
 
 
-def clip_metrics(
-    state: ClipState, old_logprobs: torch.Tensor, *left_out_logprobs: torch.Tensor
-) -> dict[str, float]:
+def clip_metrics(state: ClipState, old_logprobs: Tensor, *left_out_logprobs: Tensor) -> dict[str, float]:
     """Return the `clip/` metrics; a bin without tokens has no active fraction.
 
     `old_logprobs` are those of the N tokens of `state`, `left_out_logprobs` those of tokens that have an advantage of 0
@@ -200,9 +193,7 @@ def clip_metrics(
     return metrics
 
 
-def gradient_metrics(
-    gradient_weights: torch.Tensor, advantages: torch.Tensor, old_logprobs: torch.Tensor
-) -> dict[str, float]:
+def gradient_metrics(gradient_weights: Tensor, advantages: Tensor, old_logprobs: Tensor) -> dict[str, float]:
     """Return the `gradient/` metrics of a step's tokens, from columns [N]; tokens with an advantage of 0 are left out.
 
     They are the share of tokens with zero gradient, and the mean, smallest and largest weight: of all tokens, and by
@@ -268,9 +259,8 @@ def token_values(
     columns: dict[str, NDArray[Any]] = {name: np.full(tokens, np.nan, np.float32) for name in names}
     columns["old_logprob"] = np.concatenate([completion.logprobs for completion in completions])
     columns["clipped"] = np.zeros(tokens, np.uint8)
-    of_group = np.split(
-        np.arange(tokens), starts[np.cumsum([len(group.rollouts_G) for group in sampled])[:-1]]
-    )
+    ends = np.cumsum([len(group.rollouts_G) for group in sampled])[:-1]
+    of_group = np.split(np.arange(tokens), starts[ends])
     places = {id(group): place for group, place in zip(sampled, of_group, strict=True)}
 
     def store(experience: Experience, forward: Forward | None) -> None:
@@ -297,7 +287,7 @@ def token_values(
     return TokenValues(lengths, advantage, texts, text_index.astype(np.int32), **columns, **halves)
 
 
-def _known_values(experience: Experience, forward: Forward | None) -> dict[str, torch.Tensor | None]:
+def _known_values(experience: Experience, forward: Forward | None) -> dict[str, Tensor | None]:
     """Return the values of an update's tokens, [N] each; without a forward pass, those under π_old."""
     values = {
         "advantage": experience.advantages,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.profiler import record_function
 from transformers import PreTrainedModel
@@ -99,27 +99,27 @@ class Optimizer:
         """Return the learning rate of the next update."""
         return self._config.lr * lr_factor(self.update, self._total, self._config)
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Return the optimizer state of a checkpoint, not copied: AdamW's moments and the masters of narrower weights.
 
         The keys are `<parameter>.<moment>` and `<parameter>.master`, for any number of ranks; a parameter that never
         had a gradient has no moments. Those of a sharded model are DTensors, except the scalars.
         """
-        state: dict[str, torch.Tensor] = {}
+        state: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             state |= {f"{name}.{moment}": value for moment, value in self._adamw.state[master].items()}
             if name in self._with_master:
                 state[f"{name}.master"] = master.detach()
         return state
 
-    def empty_state(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
+    def empty_state(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Return tensors for `load_state` to read a saved state of these shapes into: masters, and new moments.
 
         Raises:
             ValueError: the state belongs to a model with other parameters or types.
         """
         self._check_keys(shapes)
-        state: dict[str, torch.Tensor] = {}
+        state: dict[str, Tensor] = {}
         for key, shape in shapes.items():
             name, _, kind = key.rpartition(".")
             master = self._masters[name].detach()
@@ -127,7 +127,7 @@ class Optimizer:
             state[key] = master if kind == "master" else moment
         return state
 
-    def load_state(self, state: Mapping[str, torch.Tensor], update: int, skipped_in_a_row: int) -> None:
+    def load_state(self, state: Mapping[str, Tensor], update: int, skipped_in_a_row: int) -> None:
         """Load the state saved after `update` updates; the model must have the weights of that checkpoint.
 
         Raises:
@@ -159,7 +159,7 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     @record_function(f"{PROFILER_PREFIX}optimizer")
-    def step(self, check: Callable[[torch.Tensor], float] = float) -> float:
+    def step(self, check: Callable[[Tensor], float] = float) -> float:
         """Clip the gradient to `optim.max_grad_norm`, apply one update and return the norm before clipping.
 
         The norm is computed over the complete gradient, also for a sharded model.
@@ -203,7 +203,7 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
         return parameter
     master = nn.Parameter(parameter.detach().float())
 
-    def accumulate_in_master(narrow: torch.Tensor) -> None:
+    def accumulate_in_master(narrow: Tensor) -> None:
         assert narrow.grad is not None
         # Added without a float32 copy of it, which would take 4 bytes per element of the largest parameter.
         master.grad = narrow.grad.float() if master.grad is None else master.grad.add_(narrow.grad)

@@ -171,9 +171,8 @@ class PackedWork(AbstractContextManager["PackedWork"]):
         self.flops, self.positions, self.padding, self._memory = 0.0, 0, 0, 0
         modules, head = model.base_model.modules(), model.get_output_embeddings().weight
         embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
-        layers = [
-            item for item in model.base_model.parameters() if item.ndim > 1 and id(item) not in embeddings
-        ]
+        parameters = model.base_model.parameters()
+        layers = [item for item in parameters if item.ndim > 1 and id(item) not in embeddings]
         text = model.config.get_text_config()
         names = "num_experts", "num_local_experts", "n_routed_experts"
         experts = next(filter(None, (getattr(text, name, None) for name in names)), None)
@@ -201,9 +200,7 @@ class PackedWork(AbstractContextManager["PackedWork"]):
         for hook in self._hooks:
             hook.remove()
 
-    def _add(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object
-    ) -> None:
+    def _add(self, module: nn.Module, args: object, kwargs: Mapping[str, Any], output: object) -> None:
         """Count a packed forward pass; a forward hook."""
         packing: Packing = kwargs["packing"]
         tokens = sum(map(sum, packing.rows))
@@ -252,8 +249,6 @@ class PackedWork(AbstractContextManager["PackedWork"]):
         times are those of this rank, and utilisation and memory are per GPU, the memory that of the fullest one.
 
         Args:
-            timer: the times of the step's phases.
-            rollouts: the rollouts of the step.
             trained: the batches of the applied updates; their zero-variance groups count, too.
             totals: those of the run before the step, to which the tokens and FLOPs of the step are added.
             released: bytes that `Sampler.sleep` has released since the last `note_memory`.

@@ -307,9 +307,7 @@ def select_groups(sampled: Sequence[Group], wanted: int, updates: int) -> list[G
 def write_sampled(path: Path, batches: Sequence[SampledGroups]) -> None:
     """Write batches as a safetensors file: a tensor per value of the tokens, the rest as JSON in its metadata."""
     completions = [completion for batch in batches for completion in batch.completions]
-    tensors = {
-        name: np.concatenate([getattr(completion, name) for completion in completions]) for name in _PER_TOKEN
-    }
+    tensors = {name: np.concatenate([getattr(item, name) for item in completions]) for name in _PER_TOKEN}
     tensors["lengths"] = np.array([len(completion.token_ids) for completion in completions], np.int32)
     rollouts = [rollout for batch in batches for group in batch.sampled for rollout in group.rollouts_G]
     metadata = {

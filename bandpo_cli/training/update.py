@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.profiler import record_function
 
@@ -45,11 +45,11 @@ class Forward(NamedTuple):
         entropy: [N], entropy of π at T=1, nats; None where it was not asked for.
     """
 
-    loss: torch.Tensor
-    logprobs: torch.Tensor
-    ratios: torch.Tensor
-    gradient_weights: torch.Tensor
-    entropy: torch.Tensor | None = None
+    loss: Tensor
+    logprobs: Tensor
+    ratios: Tensor
+    gradient_weights: Tensor
+    entropy: Tensor | None = None
 
 
 @dataclass
@@ -130,7 +130,7 @@ def update_policy(
     return updates
 
 
-def finite_norm(experience: Experience, forward: Forward, norm: torch.Tensor) -> float:
+def finite_norm(experience: Experience, forward: Forward, norm: Tensor) -> float:
     """Return the gradient norm of an update as a number, with one transfer from the device for all that is checked.
 
     Raises:
@@ -252,7 +252,7 @@ def check_finite_weights(model: nn.Module) -> None:
 def _token_columns(experience: Experience, forward: Forward) -> dict[str, list[list[float] | None]]:
     """Return the columns of a bad batch with token values (docs/metrics.md); None where a value was not computed."""
     lengths = experience.lengths.tolist()
-    columns: dict[str, torch.Tensor | None] = {
+    columns: dict[str, Tensor | None] = {
         "old_logprobs": None if experience.old.measured == "own pass" else experience.old_logprobs,
         "new_logprobs": forward.logprobs,
         "trainer_logprobs": experience.trainer_logprobs,

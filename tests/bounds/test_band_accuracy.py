@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bandpo_cli.bounds import band_bounds
-from bandpo_cli.bounds.band import saturation
-from bandpo_cli.bounds.divergences_and_closed_forms import find_divergence
+from bandpo_cli.bounds.band import find_divergence, saturation
 from bandpo_cli.registries import DIVERGENCES
 from tests.bounds.oracle import CHECK_VALUES, oracle, rounding_change
 

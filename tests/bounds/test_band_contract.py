@@ -131,7 +131,7 @@ def test_an_unknown_name_raises_config_error_with_the_nearest_name():
 def test_bands_read_no_value_from_a_device(name, count, monkeypatch):
     """Reading a value from the meta device raises an error. The steps of the solvers are all alike."""
     monkeypatch.setattr("bandpo_cli.bounds.solver._MAX_STEPS", 2)
-    monkeypatch.setattr("bandpo_cli.bounds.divergences_and_closed_forms._NEWTON_STEPS", 2)
+    monkeypatch.setattr("bandpo_cli.bounds.band._NEWTON_STEPS", 2)
     for bound in band_bounds(torch.empty(count, device="meta"), name, 0.07, max_ratio=10.0):
         assert (bound.device.type, bound.shape) == ("meta", (count,))
 

@@ -84,13 +84,15 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_step_whose_tokens_are_all_masked_is_warned_of_once():
-    trained = {"step": 1, "train/uniform_group_fraction": 0.5, "optim/grad_norm": 0.0}
+    """The updates with an advantage may be those that were skipped."""
+    trained = {"step": 1, "train/uniform_group_fraction": 0.5, "optim/skipped_updates": 0.0}
     masked = {**trained, "sampler/importance_masked_fraction": 1.0}
-    records = [{**trained, "gradient/zero_fraction": 0.9}, {"step": 2}, masked, masked]
+    skipped = {**trained, "optim/skipped_updates": 1.0}
+    records = [{**trained, "gradient/zero_fraction": 0.9}, {"step": 2}, skipped, masked, masked]
     monitor = StepMonitor(resolve([]), [])
     warnings = [monitor.add(StepReport(number, record, None)) for number, record in enumerate(records)]
-    assert [len(lines) for lines in warnings] == [0, 0, 1, 0]
-    assert "sampler/importance_masked_fraction 1" in warnings[2][0]
+    assert [len(lines) for lines in warnings] == [0, 0, 0, 1, 0]
+    assert "sampler/importance_masked_fraction 1" in warnings[3][0]
 
 
 def test_a_criterion_ends_a_run_which_resumes_with_another_limit(tmp_path, caplog):

@@ -74,7 +74,6 @@ def read_problems(path: Path) -> None:
     task = build_task(resolve([{"task": task_from_arguments([str(path)])}]).task)
     task.train_problems()
     task.heldout_sets()
-    task.notes()
 
 
 READERS: list[Callable[[Path], Any]] = [read_problems, read_completions]

@@ -138,10 +138,18 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
     return loaded
 
 
-@pytest.fixture(autouse=True)
-def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("turns_code.py").write_text(CODE)
+POOLS: dict[tuple[str | None, float], ToolPool] = {}
+"""The workers of an environment, or of the tools, by name and deadline, which the tests share."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("code"))
+        Path("turns_code.py").write_text(CODE)
+        yield
+    while POOLS:
+        POOLS.popitem()[1].close()
 
 
 def call(**arguments: Any) -> str:
@@ -155,25 +163,18 @@ def problems(count: int = 1) -> list[Problem]:
 
 
 class Talk:
-    """Runs conversations of scripted replies; a context manager."""
+    """Runs conversations of scripted replies."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, environment: str | None = None, **options: Any
     ) -> None:
-        config = GradingConfig(deadline=options.pop("deadline", 5.0), workers=2)
-        self.pool = (
-            ToolPool(("turns_code:add",), config, 2, 4)
-            if environment is None
-            else EnvironmentPool([f"turns_code:{environment}"], config, 2, 4)
-        )
+        key = environment, options.pop("deadline", 5.0)
+        if key not in POOLS:
+            pool, name = (ToolPool, "add") if environment is None else (EnvironmentPool, environment)
+            POOLS[key] = pool((f"turns_code:{name}",), GradingConfig(deadline=key[1], workers=2), 2, 4)
+        self.pool = POOLS[key]
         self.tokenizer, self.encoder = tokenizer, PromptEncoder(tokenizer)
         self._options = {"max_turns": 4, "max_chars": 100} | options
-
-    def __enter__(self) -> "Talk":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.pool.close()
 
     def run(
         self,
@@ -214,9 +215,9 @@ def contents(completion: Completion) -> list[Any]:
 def test_the_next_turn_continues_from_the_tokens_and_not_from_the_text(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    with Talk(tokenizer) as talk:
-        completion = talk.one(once(f"I add.{call(a=40, b=2)}", "42"))
-        first, second = talk.sampler.requests
+    talk = Talk(tokenizer)
+    completion = talk.one(once(f"I add.{call(a=40, b=2)}", "42"))
+    first, second = talk.sampler.requests
     assert contents(completion) == ["I add.", "42", "42"]
     about = completion.conversation
     assert about is not None
@@ -251,12 +252,12 @@ def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(
                 sampled = sampled[-1:]
             return [[Completion(sampled, [0.0] * len(sampled), "stop", 3)] for _ in request.prompts_P]
 
-    with Talk(tokenizer) as talk:
-        sampler = Bytes(tokenizer, str)
-        (prompt,) = talk.encoder.encode(problems())
-        requests = [(problems(), SampleRequest([prompt.token_ids], 0))]
-        conversations = Conversations(talk.encoder, talk.pool, 4, 100)
-        (((completion, _),),) = stream_completions(sampler, requests, PARAMS, 3, conversations)
+    talk = Talk(tokenizer)
+    sampler = Bytes(tokenizer, str)
+    (prompt,) = talk.encoder.encode(problems())
+    requests = [(problems(), SampleRequest([prompt.token_ids], 0))]
+    conversations = Conversations(talk.encoder, talk.pool, 4, 100)
+    (((completion, _),),) = stream_completions(sampler, requests, PARAMS, 3, conversations)
     sampled, whole = completion.token_ids[:-1], tokenizer(text + END, add_special_tokens=False)["input_ids"]
     assert len(sampled) > len(whole)
     assert sampler.requests[1].prompts_P[0][len(prompt.token_ids) :][: len(sampled)] == [*sampled]
@@ -278,8 +279,8 @@ def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(
 def test_what_goes_wrong_in_a_call_is_a_result_that_the_model_reads(
     tokenizer: PreTrainedTokenizerBase, words: str, content: str, deadline: float
 ) -> None:
-    with Talk(tokenizer, deadline=deadline) as talk:
-        completion = talk.one(once(words, "done"))
+    talk = Talk(tokenizer, deadline=deadline)
+    completion = talk.one(once(words, "done"))
     assert completion.conversation is not None
     assert contents(completion)[1].startswith(content)
     about, is_long = completion.conversation, "more characters" in contents(completion)[1]
@@ -303,12 +304,12 @@ def nested(levels: int) -> str:
 def test_calls_beyond_the_limits_are_malformed(
     tokenizer: PreTrainedTokenizerBase, words: str, error: str
 ) -> None:
-    with Talk(tokenizer) as talk:
-        long = SamplingParams(1, 1.0, 1 << 18, ())
-        about = talk.one(once(words, "done"), params=long).conversation
-        assert about is not None
-        assert about.messages[1]["content"] == error
-        assert (about.calls, about.failed_calls, about.malformed_calls) == (1, 1, 1)
+    talk = Talk(tokenizer)
+    long = SamplingParams(1, 1.0, 1 << 18, ())
+    about = talk.one(once(words, "done"), params=long).conversation
+    assert about is not None
+    assert about.messages[1]["content"] == error
+    assert (about.calls, about.failed_calls, about.malformed_calls) == (1, 1, 1)
     (*made, last) = parse_calls(call(a=1, b=1) * 40)["tool_calls"]
     assert [item["function"]["name"] for item in made] == ["add"] * 32
     assert last["function"]["arguments"] == "a message has at most 32 calls; the other 8 were not made"
@@ -319,8 +320,8 @@ def test_characters_without_an_encoding_in_the_name_of_a_tool_end_no_run(
 ) -> None:
     template = TOOLS_TEMPLATE.replace("{{ m['content'] }}", "{{ m['name'] }}{{ m['content'] }}")
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    with Talk(tokenizer) as talk:
-        completion = talk.one(once(call(a=1, b=1).replace("add", "\\ud800"), "done"))
+    talk = Talk(tokenizer)
+    completion = talk.one(once(call(a=1, b=1).replace("add", "\\ud800"), "done"))
     assert contents(completion)[1] == "Error: no tool '?'; there are add"
 
 
@@ -345,40 +346,40 @@ def test_calls_are_read_as_the_response_template_of_the_tokenizer_says(
         '[call]{"name": "add", "arguments": {"a": 1, "b": 2}}[/call]',
         '[call]{"name": "add", "arguments": 3}[/call]',
     )
-    with Talk(tokenizer) as talk:
-        completion = talk.one(once(f"I add.{words[0]}", words[1], "[call]{[/call]", "5"))
+    talk = Talk(tokenizer)
+    completion = talk.one(once(f"I add.{words[0]}", words[1], "[call]{[/call]", "5"))
     assert contents(completion)[:2] == ["I add.", "3"]
     assert contents(completion)[3] == MALFORMED
     assert contents(completion)[5].startswith("Error: the message is not readable")
     assert completion.conversation is not None
     assert (completion.conversation.calls, completion.conversation.failed_calls) == (3, 2)
     monkeypatch.setitem(call_field, "content", "text")  # calls that are texts
-    with Talk(tokenizer) as talk:
-        completion = talk.one(once(words[0], "5"))
+    talk = Talk(tokenizer)
+    completion = talk.one(once(words[0], "5"))
     assert contents(completion)[1].startswith("Error: the message is not readable")
     assert completion.conversation is not None
     assert (completion.conversation.calls, completion.conversation.failed_calls) == (1, 1)
 
 
 def test_the_calls_of_a_turn_are_answered_in_their_order(tokenizer: PreTrainedTokenizerBase) -> None:
-    with Talk(tokenizer) as talk:
-        completion = talk.one(once(call(a=1, b=1) + call(a=13, b=1) + call(a=2, b=2), "done"))
+    talk = Talk(tokenizer)
+    completion = talk.one(once(call(a=1, b=1) + call(a=13, b=1) + call(a=2, b=2), "done"))
     assert contents(completion) == ["", "2", "Error: RuntimeError: no 13", "4", "done"]
 
 
 def test_conversations_end_at_the_limits_of_turns_and_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     again = once(call(a=1, b=1))
-    with Talk(tokenizer) as talk:
-        completion = talk.one(again)
-        assert (completion.conversation.turns, completion.conversation.calls) == (4, 3)  # type: ignore[union-attr]
-        assert completion.finish_reason == "length"
-        for max_tokens in range(3, 200, 7):
-            params = SamplingParams(1, 1.0, max_tokens, ())
-            ((group,),) = talk.run(again, params=params)
-            (cut,) = group
-            assert len(cut.marked_ids) <= max_tokens
-            assert cut.marked_ids[-1] >= 0, "the last token is a sampled one"
-            assert cut.finish_reason == "length"
+    talk = Talk(tokenizer)
+    completion = talk.one(again)
+    assert (completion.conversation.turns, completion.conversation.calls) == (4, 3)  # type: ignore[union-attr]
+    assert completion.finish_reason == "length"
+    for max_tokens in range(3, 200, 7):
+        params = SamplingParams(1, 1.0, max_tokens, ())
+        ((group,),) = talk.run(again, params=params)
+        (cut,) = group
+        assert len(cut.marked_ids) <= max_tokens
+        assert cut.marked_ids[-1] >= 0, "the last token is a sampled one"
+        assert cut.finish_reason == "length"
     assert talk.one(once("no call")).finish_reason == "stop"
 
 
@@ -392,12 +393,12 @@ def test_requests_come_back_in_order_and_do_not_depend_on_the_others(
         return "done" if "tool\n" in prompt or "2 +" in prompt else call(a=1, b=1)
 
     every = problems(5)
-    with Talk(tokenizer) as talk:
-        together = talk.run(reply, [every], streams=streams)
-        seeds = {turn.seed for request in talk.sampler.requests for turn in request.turns_P or ()}
-        divided = talk.run(reply, [every[:2], every[2:4], every[4:]], streams=streams)
-        assert {turn.seed for request in talk.sampler.requests for turn in request.turns_P or ()} == seeds
-        most = max(len(request.prompts_P) for request in talk.sampler.requests)
+    talk = Talk(tokenizer)
+    together = talk.run(reply, [every], streams=streams)
+    seeds = {turn.seed for request in talk.sampler.requests for turn in request.turns_P or ()}
+    divided = talk.run(reply, [every[:2], every[2:4], every[4:]], streams=streams)
+    assert {turn.seed for request in talk.sampler.requests for turn in request.turns_P or ()} == seeds
+    most = max(len(request.prompts_P) for request in talk.sampler.requests)
     assert most == (1 if streams else 4)
     assert len(seeds) == 2 * (5 + 4)
     assert [len(batch) for batch in divided] == [2, 2, 1]
@@ -419,8 +420,8 @@ def test_an_environment_gives_messages_and_the_reward(tokenizer: PreTrainedToken
     prompted = first_messages("turns_code:Guess", GradingConfig(), problems(6), "environment")
     assert prompted[2].prompt == (Message("user", "Guess a number from 0 to 99. What is 2 + 1?"),)
     assert {problem.grader for problem in prompted} == {"environment"}
-    with Talk(tokenizer, "Guess") as talk:
-        (groups,) = talk.run(reply, [prompted])
+    talk = Talk(tokenizer, "Guess")
+    (groups,) = talk.run(reply, [prompted])
     for group in groups:
         for completion in group:
             about = completion.conversation
@@ -434,10 +435,10 @@ def test_replies_to_a_call_of_the_stream_that_ended_early_are_dropped(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They arrive together with the others."""
-    with Talk(tokenizer) as talk:
-        poll = talk.pool.poll
-        monkeypatch.setattr(talk.pool, "poll", lambda seconds: {-1: {"content": "old"}} | poll(seconds))
-        completion = talk.one(once(call(a=40, b=2), "42"))
+    talk = Talk(tokenizer)
+    poll = talk.pool.poll
+    monkeypatch.setattr(talk.pool, "poll", lambda seconds: {-1: {"content": "old"}} | poll(seconds))
+    completion = talk.one(once(call(a=40, b=2), "42"))
     assert contents(completion)[1:] == ["42", "42"]
 
 
@@ -476,17 +477,17 @@ def test_an_exit_in_a_tool_or_an_environment_is_its_error(
 
 
 def test_an_environment_that_never_ends_or_fails(tokenizer: PreTrainedTokenizerBase) -> None:
-    with Talk(tokenizer, "Endless", max_turns=3) as talk:
-        completion = talk.one(once("well"))
-        assert (completion.conversation.turns, completion.conversation.reward) == (3, 0.25)  # type: ignore[union-attr]
-        assert completion.finish_reason == "length"
-        params = SamplingParams(1, 1.0, 20, ())
-        cut = talk.one(once("well " * 30), params=params)
-        assert (len(cut.token_ids), cut.conversation.reward) == (20, 0.25)  # type: ignore[union-attr]
-        too_long = talk.one(once("well"), params=SamplingParams(1, 1.0, 10, ()))
-        assert (too_long.conversation.turns, too_long.conversation.reward) == (1, 0.25)  # type: ignore[union-attr]
-    with Talk(tokenizer, "Guess") as talk:
-        completion = talk.one(once("crash"))
+    talk = Talk(tokenizer, "Endless", max_turns=3)
+    completion = talk.one(once("well"))
+    assert (completion.conversation.turns, completion.conversation.reward) == (3, 0.25)  # type: ignore[union-attr]
+    assert completion.finish_reason == "length"
+    params = SamplingParams(1, 1.0, 20, ())
+    cut = talk.one(once("well " * 30), params=params)
+    assert (len(cut.token_ids), cut.conversation.reward) == (20, 0.25)  # type: ignore[union-attr]
+    too_long = talk.one(once("well"), params=SamplingParams(1, 1.0, 10, ()))
+    assert (too_long.conversation.turns, too_long.conversation.reward) == (1, 0.25)  # type: ignore[union-attr]
+    talk = Talk(tokenizer, "Guess")
+    completion = talk.one(once("crash"))
     about = completion.conversation
     assert about is not None
     assert about.reward == "KeyError: 'no such word' (turns_code.py:33, in step)"
@@ -499,9 +500,9 @@ def test_a_message_that_is_cut_is_ended_and_the_conversation_continues(
 ) -> None:
     """The model then reads what the template makes of the conversation, as after a message that it has ended."""
     long = "well " * 30
-    with Talk(tokenizer, "Endless", max_turns=3, max_tokens=6) as talk:
-        completion = talk.one(once(long, "well", long))
-        read = tokenizer.decode([*talk.sampler.requests[-1].prompts_P[0]])
+    talk = Talk(tokenizer, "Endless", max_turns=3, max_tokens=6)
+    completion = talk.one(once(long, "well", long))
+    read = tokenizer.decode([*talk.sampler.requests[-1].prompts_P[0]])
     first, second = completion.inserted
     lengths = [first.position, second.position - first.position, len(completion.token_ids) - second.position]
     assert lengths[0] == lengths[2] == 6 > lengths[1]
@@ -510,9 +511,9 @@ def test_a_message_that_is_cut_is_ended_and_the_conversation_continues(
     messages = [*asked, *completion.conversation.messages[:4]]  # type: ignore[union-attr]
     assert read == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     most = len(tokenizer(call(a=1) + END)["input_ids"])
-    with Talk(tokenizer, max_tokens=most) as talk:  # of tools, the last message is the answer
-        answered, answer = (talk.one(once(call(a=1), text)) for text in ("2", long * 2))
-        unread = talk.one(once(call(a=1) + long, "2"))
+    talk = Talk(tokenizer, max_tokens=most)  # of tools, the last message is the answer
+    answered, answer = (talk.one(once(call(a=1), text)) for text in ("2", long * 2))
+    unread = talk.one(once(call(a=1) + long, "2"))
     assert [item.finish_reason for item in (answered, answer, unread)] == ["stop", "length", "stop"]
     assert [item.conversation.turns for item in (answered, answer, unread)] == [2, 2, 2]  # type: ignore[union-attr]
 
@@ -527,8 +528,8 @@ def test_an_environment_of_trl_has_tools(tokenizer: PreTrainedTokenizerBase) -> 
     names = [schema["function"]["name"] for schema in tool_schemas(("turns_code:Counter",), True)]
     assert names == ["get", "increase"]
     words = use("increase", by=3) + use("increase", by=9), use("increase", by=4) + use("get"), "done"
-    with Talk(tokenizer, "Counter") as talk:
-        completion = talk.one(once(*words), batches=[prompted])
+    talk = Talk(tokenizer, "Counter")
+    completion = talk.one(once(*words), batches=[prompted])
     about = completion.conversation
     assert about is not None
     assert contents(completion)[1:3] == ["3", "Error: ValueError: too much"]
@@ -542,8 +543,8 @@ def test_messages_that_cannot_be_rendered_end_their_conversation_alone(
 ) -> None:
     refusing = "{% for m in messages if m['role'] == 'judge' %}{{ raise_exception('no judge') }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", refusing + TOOLS_TEMPLATE)
-    with Talk(tokenizer, "Odd") as talk:
-        about = talk.one(once("well")).conversation
+    talk = Talk(tokenizer, "Odd")
+    about = talk.one(once("well")).conversation
     assert about is not None
     assert (about.messages[1]["content"], about.turns, about.failed_calls) == ("?", 2, 1)
     assert str(about.reward).startswith(
@@ -567,8 +568,8 @@ def test_tools_and_environments_that_cannot_be_used(tokenizer: PreTrainedTokeniz
         PromptEncoder(plain, "auto", {"tools": [schema]}).encode(problems())
     prompt = PromptEncoder(tokenizer, "auto", {"tools": [schema]}).encode(problems())[0].text
     assert "Add two numbers." in prompt
-    with Talk(tokenizer) as talk, pytest.raises(ConfigError, match="need a chat template"):
-        Conversations(PromptEncoder(tokenizer, "raw"), talk.pool, 1, 1)
+    with pytest.raises(ConfigError, match="need a chat template"):
+        Conversations(PromptEncoder(tokenizer, "raw"), Talk(tokenizer).pool, 1, 1)
 
 
 @pytest.mark.parametrize(

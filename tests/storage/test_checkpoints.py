@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -196,12 +195,3 @@ def test_nothing_is_pruned_while_updates_are_skipped(run):
     make(run, 20)
     prune_checkpoints(run, CheckpointConfig(keep_last=1, keep_best=0))
     assert names(run) == ["step-000020"]
-
-
-def test_fields_that_an_earlier_version_did_not_write_have_their_defaults(tmp_path: Path) -> None:
-    first_fields = [field.name for field in fields(Progress)][:5]
-    earlier = make_dataclass("Progress", first_fields)(10, 20, 0, 640, "digest")
-    folder = tmp_path / "step-000010"
-    (folder / "trainer").mkdir(parents=True)
-    write_trainer_state(folder, earlier)
-    assert read_trainer_state(folder) == Progress(10, 20, 0, 640, "digest")

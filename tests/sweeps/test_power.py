@@ -90,6 +90,16 @@ def test_a_pilot_of_one_variant_has_twice_its_variance(tmp_path: Path) -> None:
     assert [row.runs for row in rows] == [2 * row.seeds for row in rows]
 
 
+def test_failed_runs_are_named_and_forks_have_the_time_of_their_own_steps(tmp_path: Path) -> None:
+    pilot = write_pilot(tmp_path / "pilot", {"clip": [*CLIP, CLIP[0]], "kl": [*BAND, BAND[0]]})
+    for run in pilot.glob("*-s?"):
+        (run / "env.json").write_text('{"parent": {"run": "a", "step": 3}}')
+    (pilot / "kl-s2" / "summary.json").write_text('{"status": "FAILED", "error": "a disk is full"}')
+    size, _, rows = plan_power(pilot, 0.1, tmp_path, jobs=1)
+    assert size.endswith("with 2 seeds and 4 problems, without kl-s2 (failed at step 4 of 4: a disk is full)")
+    assert rows[1].seconds == pytest.approx(rows[1].runs * (START_S + 1.75))  # of step 4
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -39,7 +39,7 @@ def read(path: Path, **settings: Any) -> tuple[dict[str, Problem], list[str]]:
     """Return the problems of a file by answer, those held out included, and the notes."""
     task = build_task(DataTask.model_validate({"name": "data", "train": str(path), **settings}))
     problems = [*task.train_problems(), *(item for part in task.heldout_sets().values() for item in part)]
-    return {problem.answer: problem for problem in problems}, task.notes()
+    return {problem.answer: problem for problem in problems}, task.notes
 
 
 def other(answer: str) -> dict[str, Any]:

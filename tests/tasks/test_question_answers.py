@@ -111,7 +111,7 @@ def test_problems_of_an_evaluation_set_are_not_trained_on(tmp_path: Path) -> Non
     heldout = [jsonl(tmp_path / "a.jsonl", asked_otherwise), jsonl(tmp_path / "b.jsonl", rows(4, 5))]
     task = data_task(train, heldout)
     assert answers(task.train_problems()) == {0, 2, 4, 10, 12, 14, 16, 18}
-    assert "train: 2 problems dropped, also in an evaluation set" in task.notes()
+    assert "train: 2 problems dropped, also in an evaluation set" in task.notes
     with pytest.raises(ConfigError, match="every problem is held out for evaluation"):
         data_task(train, train).train_problems()
 
@@ -152,7 +152,7 @@ def test_verl_parquet_file(tmp_path: Path) -> None:
     assert problem.label == "What is 0+0?"
     assert problem.extra == {"data_source": "math_dapo", "extra_info": {"index": "0-0"}}
     assert (problem.source, problem.grader) == ("dapo-math-17k", "math")
-    assert task.notes() == [
+    assert task.notes == [
         "test: 1 evaluation problem",
         "dapo-math-17k: 20 training problems; dropped: 180 repeated",
         "dapo-math-17k: has chat messages; task.template does not apply, task.system where they have no system message",
@@ -163,15 +163,15 @@ def test_verl_parquet_file(tmp_path: Path) -> None:
 def test_notes_list_what_was_read_and_dropped(tmp_path: Path) -> None:
     content = [*rows(0, 1000), {"question": "no answer", "answer": None}]
     task = data_task({"path": jsonl(tmp_path / "x.jsonl", content), "limit": 900})
-    assert task.notes() == []
+    assert task.notes == []
     count = len(task.heldout_sets()["x"])
-    assert task.notes() == [
+    assert task.notes == [
         "x: 900 problems; dropped: 1 without an answer, 100 over the limit",
         f"x: {count} of 900 problems held out for evaluation (heldout_fraction = 0.05)",
     ]
     (tmp_path / "x.jsonl").unlink()
     assert len(task.train_problems()) == 900 - count
-    assert len(task.notes()) == 2, "each source is read once"
+    assert len(task.notes) == 2, "each source is read once"
 
 
 INVALID: list[tuple[dict[str, Any], list[str]]] = [
@@ -224,7 +224,7 @@ def test_a_grader_that_cannot_read_the_form_of_the_template_is_noted(tmp_path: P
             f"use task.template = {use}"
             for source in ("y, evaluation", "x, training")
         ]
-        assert [note for note in task.notes() if "does not read" in note] == (expected if use else [])
+        assert [note for note in task.notes if "does not read" in note] == (expected if use else [])
 
 
 def test_custom_graders_and_rewards_get_all_columns_of_a_row(tmp_path: Path) -> None:

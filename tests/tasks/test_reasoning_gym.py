@@ -59,7 +59,7 @@ def test_sizes_are_the_shares_of_the_generators_and_the_problems_are_complete(fi
     for problems in (train, *five.heldout_sets().values()):
         in_order = sorted(problems, key=lambda problem: text_hash(problem.id))
         assert list(problems) == in_order, "any prefix is fair"
-    assert five.notes() == [f"reasoning-gym {version('reasoning-gym')}"]
+    assert five.notes == [f"reasoning-gym {version('reasoning-gym')}"]
     for problem in train:
         entry = literal_eval(str(problem.extra["entry"]))
         assert entry["metadata"]["source_dataset"] == problem.source == problem.extra["generator"]
@@ -114,7 +114,7 @@ def test_a_generator_with_few_problems_gives_fewer_and_a_note() -> None:
     train, heldout = task.train_problems(), task.heldout_sets()["lcm"]
     assert 0 < len(train) < 20
     assert not {question(p) for p in train} & {question(p) for p in heldout}
-    assert task.notes()[1:] == [
+    assert task.notes[1:] == [
         "gcd: options without effect, it is not in task.names",
         f"lcm: only {len(train)} different train problems of 50",
     ]
@@ -143,7 +143,7 @@ def test_options_and_templates_reach_the_problems() -> None:
         assert question(problem).endswith(" {x}")
         assert literal_eval(str(problem.extra["entry"]))["metadata"]["num_terms"] == 3
         assert json.loads(str(problem.extra["options"])) == {"min_terms": 3, "max_terms": 3}
-    assert "neither the system message nor the template asks for <answer>" in task.notes()[1]
+    assert "neither the system message nor the template asks for <answer>" in task.notes[1]
     other = ReasoningGym(config.model_copy(update={"seed": 5}))
     assert not {p.id for p in task.train_problems()} & {p.id for p in other.train_problems()}
 
