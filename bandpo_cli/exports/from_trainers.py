@@ -273,6 +273,12 @@ def _trl(t: Translation) -> None:
         else:
             steps = max(1, round(every / t.updates)) if strategy == "steps" else 0
             t.put(setting, steps, f"{name}_strategy", f"{name}_steps")
+    if t["use_adaptive_entropy"] and t["entropy_coef"]:
+        del t.settings["objective.entropy_bonus"]
+        t.no_place("entropy_coef", "the coefficient starts at 0")
+    if t["eval_strategy"] not in ("no", False):  # TRL evaluates as it trains
+        t.put("evaluation.samples", t["num_generations_eval"] or t["num_generations"], "num_generations_eval")
+        t.put("evaluation.temperature", t["temperature"], "temperature")
     _trl_data(t)
 
 

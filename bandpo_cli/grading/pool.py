@@ -55,6 +55,10 @@ class GraderUse:
     asynchronous: bool = False  # it has graded answers with an asynchronous function
 
 
+Uses = Sequence[Mapping[str, GraderUse]]
+"""What the graders of each of several pools have done, by name, such as the pools of all ranks."""
+
+
 class GraderPool(AbstractContextManager["GraderPool"]):
     """Grades completions, each with the grader that its problem names (`problem.grader`).
 
@@ -369,13 +373,8 @@ def all_calls_failed(
     return True
 
 
-def check_not_all_failed(
-    verdicts: Collection[str], graders: Sequence[str], uses: Sequence[Mapping[str, GraderUse]]
-) -> None:
-    """Raise GraderFailedError, with the first error of each grader, if there are only verdicts `grader-error`.
-
-    `uses` is what each of several pools has graded, such as the pools of all ranks.
-    """
+def check_not_all_failed(verdicts: Collection[str], graders: Sequence[str], uses: Uses) -> None:
+    """Raise GraderFailedError, with the first error of each grader, if there are only verdicts `grader-error`."""
     if {*verdicts} != {GRADER_ERROR.verdict}:
         return
     errors = {name: use.error for by_name in reversed(uses) for name, use in by_name.items() if use.error}
@@ -387,7 +386,7 @@ def check_not_all_failed(
     )
 
 
-def failure_warnings(uses: Sequence[Mapping[str, GraderUse]]) -> list[str]:
+def failure_warnings(uses: Uses) -> list[str]:
     """Return a line for each grader that failed: the share of answers without a verdict, and the first error."""
     lines = []
     for name in dict.fromkeys(name for by_name in uses for name in by_name):

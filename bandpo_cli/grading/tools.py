@@ -321,9 +321,8 @@ def as_messages(result: Any) -> list[dict[str, Any]]:
     messages = []
     for item in result:
         message = {"role": "user", "content": item} if isinstance(item, str) else item
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
+        texts = map(message.get, ("role", "content")) if isinstance(message, Mapping) else [None]
+        if not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 f"an environment must return texts or messages with role and content, not {item!r:.60}"
             )

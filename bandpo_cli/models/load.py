@@ -109,10 +109,8 @@ def model_location(config: ModelConfig) -> str:
 def _source(config: ModelConfig) -> dict[str, Any]:
     """Return the arguments of transformers' loaders that say what to load; a folder has no revision."""
     location = model_location(config)
-    source: dict[str, Any] = {
-        "pretrained_model_name_or_path": location,
-        "trust_remote_code": config.trust_remote_code,
-    }
+    source: dict[str, Any] = {"pretrained_model_name_or_path": location}
+    source["trust_remote_code"] = config.trust_remote_code
     if config.revision is not None and not path_exists(Path(location)):
         source["revision"] = config.revision
     return source
@@ -395,9 +393,8 @@ def _prepare_determinism(config: RunConfig, training: bool) -> None:
             where = "in the trainer's process " if least == 9 else ""
             problem = f"vLLM {where}needs a GPU of compute capability {least}.0 or more"
     elif with_vllm and (config.task.functions or config.grading.while_sampling):
-        problem = (
-            "on a CPU, vLLM's results depend on its batches, and they on the time that tools and graders take"
-        )
+        reason = "they on the time that tools and graders take"
+        problem = f"on a CPU, vLLM's results depend on its batches, and {reason}"
     if problem is not None:
         advice = "use --sampler transformers, or leave out deterministic"
         raise UserError(f"deterministic = true: {problem}; {advice}")

@@ -99,8 +99,12 @@ class RunTables:
         return replace(self, runs=runs, steps=steps)
 
 
-def read_runs(selected: Iterable[VariantRun], start: int = 0, axis: Axis = STEP) -> RunTables:
+def read_runs(
+    selected: Iterable[VariantRun], start: int = 0, axis: Axis = STEP, with_budgets: bool = False
+) -> RunTables:
     """Return the runs from step `start` on: the evaluation there, and the steps after it.
+
+    A run that has reached a budget is finished on any axis but steps, and with `with_budgets` on that one, too.
 
     Raises:
         UserError: two runs of a variant have the same seed, or a record does not have the metric of the axis.
@@ -109,7 +113,7 @@ def read_runs(selected: Iterable[VariantRun], start: int = 0, axis: Axis = STEP)
     finished: dict[str, dict[int, _Record]] = {}
     for run in selected:
         try:
-            record = _read_record(run, start, axis)
+            record = _read_record(run, start, with_budgets or axis != STEP)
         except UserError as error:
             excluded.append(ExcludedRun(run.folder.name, run.variant, run.seed, str(error)))
             continue
@@ -157,17 +161,17 @@ class _Record(NamedTuple):
     n: dict[str, str]
 
 
-def _read_record(run: VariantRun, start: int, axis: Axis) -> _Record:
+def _read_record(run: VariantRun, start: int, with_budgets: bool) -> _Record:
     """Return the record of a run. Raise UserError with the reason if it has to be excluded."""
     if not run.folder.is_dir():
         raise UserError("its folder does not exist")
     settings = read_settings(run.folder)
     try:
-        table = read_metrics_table(run.folder / "metrics.jsonl").loc[start:]
+        table = read_metrics_table(run.folder / "metrics.jsonl", comparable=True).loc[start:]
     except UserError as error:
         raise UserError(f"damaged: {str(error).replace(f'{run.folder}/', '')}") from None
     last = int(table.index[-1]) if len(table) else 0
-    _check_finished(run.folder, last, settings.get("steps"), axis)
+    _check_finished(run.folder, last, settings.get("steps"), with_budgets)
     evaluated = table.columns[table.iloc[-1].notna()] if len(table) else ()
     matches = [match for match in map(SCORE.fullmatch, evaluated) if match]
     n = {match[1]: match[3] for match in matches if match[2] == "mean"}
@@ -259,10 +263,9 @@ def _bins(training: pd.DataFrame) -> pd.DataFrame:
     return bins
 
 
-def _check_finished(folder: Path, last: int, steps: Any, axis: Axis) -> None:
-    """Raise UserError unless summary.json says FINISHED and metrics.jsonl reaches the configured number of steps.
-
-    A run that has reached a budget is finished on any axis but steps.
+def _check_finished(folder: Path, last: int, steps: Any, with_budgets: bool) -> None:
+    """Raise UserError unless summary.json says FINISHED and metrics.jsonl reaches the configured number of steps, or
+    with `with_budgets` a budget.
     """
     of_steps = f"step {last} of {steps}" if isinstance(steps, int) else f"step {last}"
     summary = read_summary(folder)
@@ -273,7 +276,7 @@ def _check_finished(folder: Path, last: int, steps: Any, axis: Axis) -> None:
         raise UserError(": ".join(filter(None, [f"{status} at {of_steps}", first_line(summary.error or "")])))
     if summary.stopped_by is not None:
         at_budget = summary.stopped_by.startswith(("stop.tokens", "stop.flops"))
-        if at_budget and axis != STEP:
+        if at_budget and with_budgets:
             return
         advice = "; --x tokens, flops or seconds compares such runs" if at_budget else ""
         raise UserError(f"ended at {of_steps}: {first_line(summary.stopped_by)}{advice}")

@@ -192,14 +192,11 @@ def with_coins(problems: Sequence[Problem], samples: int, seed: int, probability
 
     The coin of a completion depends on the seed of its prompt, `seed + i` for prompt i, and its number alone.
     """
-    coins = (
-        derive_seed(seed + index // samples, "coin", index % samples) < probability * 2**63
-        for index in range(len(problems))
-    )
-    return [
-        replace(problem, extra={**problem.extra, COIN: coin})
-        for problem, coin in zip(problems, coins, strict=True)
-    ]
+    tossed = []
+    for index, problem in enumerate(problems):
+        number = derive_seed(seed + index // samples, "coin", index % samples)
+        tossed.append(replace(problem, extra={**problem.extra, COIN: number < probability * 2**63}))
+    return tossed
 
 
 def with_turns(problem: Problem, completion: Completion) -> Problem:

@@ -11,10 +11,11 @@ from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,7 +31,7 @@ from bandpo_cli.sampling.tool_calls import StopStrings
 from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason
 
 TokenIds = Sequence[int]
-Weights = Iterable[tuple[str, torch.Tensor]]
+Weights = Iterable[tuple[str, Tensor]]
 """Tensors under their names in a checkpoint."""
 
 KEPT_UNTIL = 0.9
@@ -86,6 +87,11 @@ class SampleRequest(NamedTuple):
         return params.samples, [Turn(self.seed + i, params.max_tokens) for i in range(len(self.prompts_P))]
 
 
+Requests = Iterable[SampleRequest | None]
+Stream = Generator[tuple[int, list[list[Completion]]], None, None]
+"""The argument and the result of `Sampler.sample_stream`."""
+
+
 class Sampler(ABC):
     """Samples completions from the policy's current weights: an engine defines `sample_stream` and `sync`.
 
@@ -101,9 +107,7 @@ class Sampler(ABC):
     streams = False
 
     @abstractmethod
-    def sample_stream(
-        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
-    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+    def sample_stream(self, requests: Requests, params: SamplingParams, in_order: bool = True) -> Stream:
         """Yield the number of each request, from 0, and its completions [P][n].
 
         The completions are the same for the same weights, prompts, seeds, parameters and machine, so that prompts can
@@ -168,12 +172,12 @@ class EngineModel:
     device: torch.device
     tokenizer: PreTrainedTokenizerBase | None = None
 
-
-def engine_model(model: PreTrainedModel) -> EngineModel:
-    """Return what an engine on the model's device needs to know of the model."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [model_class(model).__name__]
-    return EngineModel(config, forward_dtype(model), model.device)
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Self:
+        """Return what an engine on the model's device needs to know of the model."""
+        config = copy.deepcopy(model.config)
+        config.architectures = [model_class(model).__name__]
+        return cls(config, forward_dtype(model), model.device)
 
 
 class StaleEngineError(RunError):
@@ -254,9 +258,7 @@ class TransformersSampler(Sampler):
         """Return the engine's name."""
         return {"engine": "transformers"}
 
-    def sample_stream(
-        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
-    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+    def sample_stream(self, requests: Requests, params: SamplingParams, in_order: bool = True) -> Stream:
         """Sample one request after the other; see `Sampler`."""
         for number, request in enumerate(filter(None, requests)):
             yield number, self.sample_request(request, params)
@@ -335,9 +337,7 @@ class TransformersSampler(Sampler):
             flat.append(Completion(of_tokens, of_logprobs, reason, self.version, of_entropies))
         return [flat[i : i + n] for i in range(0, total, n)]
 
-    def _forward(
-        self, ids: torch.Tensor, attended: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
-    ) -> torch.Tensor:
+    def _forward(self, ids: Tensor, attended: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         """Run the model on new tokens and return the logits after the last one, float32 [B, V]."""
         progress()
         output = self.model(
@@ -363,8 +363,8 @@ def float32_logits(model: PreTrainedModel) -> Iterator[None]:
     weight = weight.float() if on_cpu else weight
     options: Any = {} if on_cpu else {"out_dtype": torch.float32}
 
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = torch.mm(hidden.flatten(0, -2).to(weight.dtype), weight.t(), **options)
+    def forward(hidden: Tensor) -> Tensor:
+        logits: Tensor = torch.mm(hidden.flatten(0, -2).to(weight.dtype), weight.t(), **options)
         if head.bias is not None:
             logits += head.bias
         return logits.view(*hidden.shape[:-1], len(weight))
@@ -382,7 +382,7 @@ def build_transformers_sampler(config: SamplingConfig, policy: Policy) -> Sample
     return TransformersSampler(policy.model, policy.pad_id, config.max_sequences, stops)
 
 
-def random_numbers(seeds_P: Sequence[int], samples: int, max_tokens: int) -> Iterator[torch.Tensor]:
+def random_numbers(seeds_P: Sequence[int], samples: int, max_tokens: int) -> Iterator[Tensor]:
     """Yield the random numbers of the next token of n completions of each of P prompts, [P·n] float64 in [0, 1).
 
     Those of a prompt depend on its seed alone, and every completion has one per token, also after its end: a
@@ -395,9 +395,7 @@ def random_numbers(seeds_P: Sequence[int], samples: int, max_tokens: int) -> Ite
         yield from torch.from_numpy(drawn).flatten(1)
 
 
-def sample_tokens(
-    logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Sample one token per row by inverting the cumulative distribution.
 
     Args:

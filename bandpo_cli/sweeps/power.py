@@ -71,7 +71,7 @@ def plan_power(
     if not 0 < difference < 1:
         raise UserError(f"--power {difference:g}: a difference of accuracies above 0 and below 1, as in 0.02")
     selection = select_runs([pilot], runs_dir, baseline)
-    start, tables = common_start(selection.runs), read_runs(selection.runs)
+    start, tables = common_start(selection.runs), read_runs(selection.runs, with_budgets=True)
     excluded = [f"{run.run} ({run.reason})" for run in tables.excluded]
     if (runs := tables.runs).empty:
         raise UserError(f"--pilot {pilot}: {'; '.join(['no run can be used', *excluded[:1], _ADVICE])}")

@@ -48,7 +48,6 @@ MATCH_PREFIX = "match:"
 DeltaMatcher = Callable[[TrustRegionSettings, str], float]
 """(trust region, method) -> the δ at which the region clips as many tokens as the method."""
 
-
 Settings = dict[str, Any]
 """Settings by dotted name, as in `--set`: {"bounds.delta": 0.05}."""
 
@@ -187,6 +186,8 @@ def plan_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: Pat
     if config.tuned_on is not None:
         tuned, tuning = _tuned_layers(config, config.tuned_on, runs_dir)
         runs, about = plan_tuned_runs(config, tuned, layers), {"tuning": asdict(tuning)}
+        if fork := SweepFolder.open(runs_dir, config.tuned_on).fork:
+            about["fork"] = (point := fork_point(fork, runs_dir)).text
     else:
         if config.recorded is not None:
             about |= {"recorded": config.recorded, "matched": {}}
@@ -239,13 +240,14 @@ def _read_finished(folder: SweepFolder, runs_dir: Path) -> RunTables:
         again = shell_command("sweep --resume", folder.path, runs_dir)
         raise UserError(f"{counts} ({', '.join(unfinished[:3])}); finish them first: {again}")
     runs = read_sweep(folder.path).runs
-    failed = {run.variant for run in read_runs(runs).excluded}
-    groups = dict.fromkeys(run.group for run in folder.runs)
+    failed = {run.variant for run in read_runs(runs, with_budgets=True).excluded}
     finished = {run.group for run in folder.runs if run.variant not in failed}
-    if without := [group for group in groups if group not in finished]:
+    if without := [
+        group for group in dict.fromkeys(run.group for run in folder.runs) if group not in finished
+    ]:
         names = ", ".join(without)
         raise UserError(f"{folder.path.name}: no variant of {names} has finished with every seed")
-    return read_runs(run for run in runs if run.variant not in failed)
+    return read_runs((run for run in runs if run.variant not in failed), with_budgets=True)
 
 
 def _matcher(recorded: str, runs_dir: Path, matches: dict[str, Any]) -> DeltaMatcher:

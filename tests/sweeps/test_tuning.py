@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -11,6 +12,7 @@ from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.reports.tuned_settings import read_tuning
 from bandpo_cli.storage.sweep_folder import SweepFolder
+from bandpo_cli.sweeps import sweep_plan
 from bandpo_cli.sweeps.sweep_plan import SweepConfig, plan_from_config, plan_sweep
 from tests.reports.sweep_folders import write_plan, write_run
 
@@ -46,12 +48,12 @@ def runs_dir(finished: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def set_status(runs_dir: Path, run: str, status: str | None) -> None:
-    """Give a run another status than FINISHED; None for a run without a summary."""
+def set_status(runs_dir: Path, run: str, status: str | None, **summary: str) -> None:
+    """Give a run another summary; None for a run without one."""
     path = runs_dir / "tuning" / run / "summary.json"
     path.unlink()
     if status is not None:
-        path.write_text(json.dumps({"status": status, "error": "it failed", "steps": 4}))
+        path.write_text(json.dumps({"status": status, "error": "it failed", "steps": 4} | summary))
 
 
 def settings_of(runs_dir: Path, config: SweepConfig) -> Mapping[str, tuple[float, float | None]]:
@@ -99,6 +101,20 @@ def test_the_area_can_decide(runs_dir):
     """In between, the accuracy is 0.9 minus the final one, so that the order of the areas is the opposite."""
     config = SweepConfig(tuned_on="tuning", tuned_by="area")
     assert settings_of(runs_dir, config) == {"clip": (1e-4, None), "kl": (1e-5, 0.02)}
+
+
+@pytest.mark.parametrize(("reason", "best"), [("stop.tokens = 350: ...", 1e-5), ("stop.steps", 1e-4)])
+def test_a_run_that_has_reached_a_budget_can_be_chosen(runs_dir, reason, best):
+    set_status(runs_dir, "clip-lr=1e-05-s100", "FINISHED", stopped_by=reason)
+    assert settings_of(runs_dir, SweepConfig(tuned_on="tuning"))["clip"] == (best, None)
+
+
+def test_settings_that_forks_have_chosen_are_those_of_forks(runs_dir, monkeypatch):
+    plan, point = runs_dir / "tuning" / "sweep.yaml", mock.Mock(text="/a@2")
+    plan.write_text(f"{plan.read_text()}fork: /a@2\n")
+    monkeypatch.setattr(sweep_plan, "fork_point", lambda text, runs_dir: {"/a@2": point}[text])
+    request = plan_from_config(SweepConfig(tuned_on="tuning"), [], runs_dir)
+    assert (request.about["fork"], point.changes.call_count) == ("/a@2", len(request.runs))
 
 
 @pytest.mark.parametrize("stopped", [False, True])
