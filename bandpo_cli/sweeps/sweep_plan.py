@@ -129,9 +129,8 @@ class SweepPlan:
         """Return one line for forks, per matched radius and per tuned variant, each after its kind."""
         notes = []
         if fork := self.about.get("fork"):
-            notes.append(
-                ("fork of:", f"{fork}: the seed of a run decides the random numbers after this step")
-            )
+            seed = "the seed of a run decides the random numbers after this step"
+            notes.append(("fork of:", f"{fork}: {seed}"))
         for variant, match in self.about.get("matched", {}).items():
             clips = f"δ = {match['delta']:g}, which clips {match['reached']:.3%} of the recorded tokens"
             wanted = f"{variant.partition(MATCH_PREFIX)[2]}: {match['wanted']:.3%}"
