@@ -32,7 +32,7 @@ from bandpo_cli.experiments.preflight import check_config, read_numbers
 from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.settings import MethodSettings, TrustRegionSettings
 from bandpo_cli.settings_validation import Section, require
-from bandpo_cli.storage.run_folder import RunFolder, is_valid_name, shell_command
+from bandpo_cli.storage.run_folder import VALID_NAME, RunFolder, shell_command
 from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.storage.sweep_folder import SweepFolder, SweepRun, check_baseline
 from bandpo_cli.storage.tables import read_recorded_tokens
@@ -337,7 +337,7 @@ def check_names(runs: Iterable[SweepRun]) -> None:
     """Raise ConfigError if a run's name is not a valid folder name, or two runs have the same one."""
     seen: dict[str, str] = {}
     for run in runs:
-        if not is_valid_name(run.name):
+        if not VALID_NAME.fullmatch(run.name):
             why = "gives no valid folder name of at most 200 characters; give it a shorter name in variants:"
             raise ConfigError(f"the variant '{run.variant:.100}' {why}")
         if (other := seen.setdefault(run.name, run.variant)) != run.variant:
