@@ -348,9 +348,10 @@ def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade
     failed = [grade for grade in grades if is_ungraded(grade)]
     first = failed[0] if failed and grades[0].verdict == NOT_APPLICABLE.verdict else grades[0]
     pairs = list(zip(components, grades, strict=True))
-    rewards = [component.weight * grade.reward for component, grade in pairs if grade.has_reward]
+    rewards = [item.weight * grade.reward for item, grade in pairs if item.weight and grade.has_reward]
     values = {item.label: grade.reward if grade.has_reward else None for item, grade in pairs}
-    return replace(first, reward=sum(rewards), has_reward=bool(rewards) and not failed, components=values)
+    has_reward = bool(rewards) and not failed
+    return replace(first, reward=sum(rewards), has_reward=has_reward, components=values, failed=bool(failed))
 
 
 def all_calls_failed(

@@ -127,7 +127,8 @@ def test_a_step_that_exceeds_the_deadline_ends_its_conversation_alone() -> None:
     assert other["messages"] == [{"role": "user", "content": "3"}]
 
 
-@pytest.mark.parametrize("killed", [1, 2])
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("killed", [2, 1])
 def test_the_death_of_an_idle_worker_affects_no_call(killed: int) -> None:
     with closing(ToolPool(["worker_turns:pid"], GradingConfig(), 2, 4)) as pool:
         while not pool._workers or not all(worker.ready for worker in pool._workers):
