@@ -145,11 +145,6 @@ class Completion:
             start = position
         return marked + self.token_ids[start:]
 
-    @property
-    def last_turn_ids(self) -> array[int]:
-        """The sampled tokens after the last inserted ones: the answer that is graded."""
-        return self.token_ids[self.inserted[-1].position :] if self.inserted else self.token_ids
-
 
 @dataclass(frozen=True)
 class Grade:

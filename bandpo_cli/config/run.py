@@ -31,11 +31,11 @@ from bandpo_cli.metric_names import FLOPS, SAMPLED_TOKENS
 from bandpo_cli.registries import ADVANTAGES, TRACKERS
 from bandpo_cli.settings_validation import (
     AsList,
+    CountOrAuto,
     NotEmpty,
     NotNegative,
     Positive,
     Section,
-    number_or,
     require,
 )
 
@@ -133,7 +133,7 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "auto"
     """Attention kernels; `auto` is PyTorch's own (sdpa). `varlen` is sdpa for sampling, and for training the
     FlashAttention kernels in torch, which need no padding; it needs a GPU and bfloat16."""
-    head: Annotated[Literal["auto"] | PositiveInt, number_or("auto")] = "auto"
+    head: CountOrAuto = "auto"
     """The size of a tile of logits in MiB: log-probs of the output layer are computed tile by tile. `auto` is 32 on a
     CPU and 256 on a GPU. On a GPU `make gpu-check` compares sizes."""
     compile: bool = False
