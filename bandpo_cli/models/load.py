@@ -185,7 +185,8 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
         UserError: the folder is no model folder, its weights are quantized, or transformers does not support the model.
     """
     source = _source(config)
-    model_files.check_model_files(source["pretrained_model_name_or_path"], config.path)
+    if config.path not in BUNDLED_MODELS:  # whose files come with the package
+        model_files.check_model_files(source["pretrained_model_name_or_path"], config.path)
     with loading_errors(config.path, "its config cannot be read"):
         loaded = AutoConfig.from_pretrained(**source)
     # the loader would ask for another package
