@@ -25,6 +25,7 @@ from bandpo_cli.paths import path_exists, read_text, user_path
 from bandpo_cli.registries import DATA_TASK, DATASETS, TRACKERS
 from bandpo_cli.settings_validation import trainer_keys
 
+Places = Sequence[Mapping[str, Any]]
 UNSET: tuple[Any, ...] = (None, False, "", "none", [], {})
 
 
@@ -125,13 +126,7 @@ class Translation:
         else:
             self.put("steps", RunConfig().steps, note=how)
 
-    def put_data(
-        self,
-        train: Sequence[Mapping[str, Any]],
-        heldout: Sequence[Mapping[str, Any]],
-        key: str,
-        heldout_key: str,
-    ) -> None:
+    def put_data(self, train: Places, heldout: Places, key: str, heldout_key: str) -> None:
         """Set the problems: a known data set by its hub id, else the sources, with their prompts unchanged."""
         paths = [place["path"] for place in train]
         known = [name for name, entry in DATASETS.items() if [entry.hub_id] == paths]
