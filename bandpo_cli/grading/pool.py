@@ -18,8 +18,8 @@ from pathlib import Path
 from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent, needs_answer
 from bandpo_cli.errors import ConfigError, GraderFailedError, RunError, one_line, plural
 from bandpo_cli.grading.signatures import answer_of
-from bandpo_cli.grading.workers import Failure, GraderArguments, GraderWorkers, default_workers
-from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count
+from bandpo_cli.grading.workers import Failure, GraderArguments, GraderWorkers
+from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.registries import GRADERS, load_attribute
 from bandpo_cli.storage.files import write_text
 from bandpo_cli.types import ANSWER_GRADER, GRADER_ERROR, NOT_APPLICABLE, Grade, Grader, Problem, is_ungraded
@@ -204,9 +204,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
     def _worker_pool(self, name: str) -> GraderWorkers:
         if name not in self._worker_pools:
-            calls = max(1, self._config.concurrency // rank_count())
-            pool = GraderWorkers(name, self._config, self._config.workers or default_workers(), calls)
-            self._worker_pools[name] = self._closing.enter_context(closing(pool))
+            self._worker_pools[name] = self._closing.enter_context(closing(GraderWorkers(name, self._config)))
         return self._worker_pools[name]
 
 
@@ -348,9 +346,10 @@ def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade
     failed = [grade for grade in grades if is_ungraded(grade)]
     first = failed[0] if failed and grades[0].verdict == NOT_APPLICABLE.verdict else grades[0]
     pairs = list(zip(components, grades, strict=True))
-    rewards = [component.weight * grade.reward for component, grade in pairs if grade.has_reward]
+    rewards = [item.weight * grade.reward for item, grade in pairs if item.weight and grade.has_reward]
     values = {item.label: grade.reward if grade.has_reward else None for item, grade in pairs}
-    return replace(first, reward=sum(rewards), has_reward=bool(rewards) and not failed, components=values)
+    has_reward = bool(rewards) and not failed
+    return replace(first, reward=sum(rewards), has_reward=has_reward, components=values, failed=bool(failed))
 
 
 def all_calls_failed(

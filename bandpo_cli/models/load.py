@@ -185,7 +185,8 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
         UserError: the folder is no model folder, its weights are quantized, or transformers does not support the model.
     """
     source = _source(config)
-    model_files.check_model_files(source["pretrained_model_name_or_path"], config.path)
+    if config.path not in BUNDLED_MODELS:  # whose files come with the package
+        model_files.check_model_files(source["pretrained_model_name_or_path"], config.path)
     with loading_errors(config.path, "its config cannot be read"):
         loaded = AutoConfig.from_pretrained(**source)
     # the loader would ask for another package
@@ -227,7 +228,8 @@ def meta_model(config: ModelConfig, model_config: PreTrainedConfig, **options: A
 
 def _load(config: ModelConfig, model_config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
     """Return the model on the CPU, after checks of its weights."""
-    model_files.check_weight_format(model_location(config), config.path)
+    if config.path not in BUNDLED_MODELS:
+        model_files.check_weight_format(model_location(config), config.path)
     disable_progress_bar()  # its progress bars would disturb the run's live view
     logger = logging.getLogger("transformers.modeling_utils")
     with loading_errors(config.path):

@@ -174,7 +174,8 @@ def decode_completions(
     tokenizer: PreTrainedTokenizerBase, completions_PG: Sequence[Sequence[Completion]]
 ) -> list[str]:
     """Return the text of each completion, [P·G], without special tokens; of a conversation, that of the last turn."""
-    ids = [list(completion.last_turn_ids) for group in completions_PG for completion in group]
+    completions = chain.from_iterable(completions_PG)
+    ids = [[*item.token_ids[item.inserted[-1].position if item.inserted else 0 :]] for item in completions]
     # transformers decodes no sequences as one empty sequence
     return [*tokenizer.batch_decode(ids, skip_special_tokens=True)] if ids else []
 

@@ -218,26 +218,28 @@ def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
     return sampler
 
 
+@dataclass(eq=False)
 class TransformersSampler(Sampler):
-    """Prefills each prompt once, repeats its cache n times, and removes ended completions from the batch."""
+    """Prefills each prompt once, repeats its cache n times, and removes ended completions from the batch.
 
+    At most `max_sequences` completions are sampled at the same time, but at least those of one prompt.
+    """
+
+    model: PreTrainedModel
+    pad_id: int
+    max_sequences: int = 2048
+    stops: StopStrings | None = None
+    version: int = 0
     shares_weights = True
-
-    def __init__(
-        self, model: PreTrainedModel, pad_id: int, max_sequences: int = 2048, stops: StopStrings | None = None
-    ) -> None:
-        """Sample at most `max_sequences` completions at the same time, but at least those of one prompt."""
-        self._model, self._pad_id, self._max_sequences, self._version = model, pad_id, max_sequences, 0
-        self._stops = stops
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
         """Store the version; the weights are shared with the trainer and need no copy."""
-        self._model, self._version = model, version
+        self.model, self.version = model, version
 
     @torch.no_grad()
     def load(self, weights: Weights, version: int) -> None:
         """Copy each weight into the parameter of its name; raise StaleEngineError unless all are those of the model."""
-        missing, of_version = dict(self._model.named_parameters()), f"version {version} of the weights"
+        missing, of_version = dict(self.model.named_parameters()), f"version {version} of the weights"
         for name, tensor in weights:
             parameter = missing.pop(name, None)
             if parameter is None or (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
@@ -250,7 +252,7 @@ class TransformersSampler(Sampler):
             raise StaleEngineError(
                 f"the engine process received {of_version} only in part: {name} is missing ({len(missing)} in total)"
             )
-        self._version = version
+        self.version = version
 
     def describe(self) -> dict[str, str]:
         """Return the engine's name."""
@@ -264,9 +266,9 @@ class TransformersSampler(Sampler):
     def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
         """Return the completions [P][n] of a request, at most `max_sequences` of them at a time."""
         samples, turns_P = request.turns(params)
-        batch_size = max(1, self._max_sequences // samples)
+        batch_size = max(1, self.max_sequences // samples)
         groups: list[list[Completion]] = []
-        with unsharded(self._model), float32_logits(self._model), torch.inference_mode():
+        with unsharded(self.model), float32_logits(self.model), torch.inference_mode():
             for start in range(0, len(turns_P), batch_size):
                 part = slice(start, start + batch_size)
                 groups += self._sample_batch(request.prompts_P[part], params, samples, turns_P[part])
@@ -276,20 +278,20 @@ class TransformersSampler(Sampler):
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, n: int, turns_P: Sequence[Turn]
     ) -> list[list[Completion]]:
         """Prefill the prompts together, then sample one token of every unfinished completion per step."""
-        device, max_tokens = self._model.device, max(turn.max_tokens for turn in turns_P)
+        device, max_tokens = self.model.device, max(turn.max_tokens for turn in turns_P)
         limits = torch.tensor([turn.max_tokens for turn in turns_P], device=device).repeat_interleave(n)
         rows = [torch.tensor(prompt) for prompt in prompts_P]
-        ids = pad_sequence(rows, batch_first=True, padding_value=self._pad_id, padding_side="left").to(device)
+        ids = pad_sequence(rows, batch_first=True, padding_value=self.pad_id, padding_side="left").to(device)
         lengths = torch.tensor([len(prompt) for prompt in prompts_P], device=device)
         attended = (torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]).long()
-        cache = growing_cache(self._model, ids.shape[1] + max_tokens)
+        cache = growing_cache(self.model, ids.shape[1] + max_tokens)
         logits = self._forward(ids, attended, (attended.cumsum(dim=1) - 1).clamp(min=0), cache)
         cache.batch_repeat_interleave(n)
         logits, attended = logits.repeat_interleave(n, dim=0), attended.repeat_interleave(n, dim=0)
         positions = lengths.repeat_interleave(n)
 
         total = len(prompts_P) * n
-        tokens = torch.full((total, max_tokens), self._pad_id, device=device)
+        tokens = torch.full((total, max_tokens), self.pad_id, device=device)
         logprobs = torch.zeros(total, max_tokens, device=device)
         entropies = torch.zeros_like(logprobs) if params.entropy else None
         counts = limits.clone()
@@ -307,9 +309,9 @@ class TransformersSampler(Sampler):
                     all_logprobs = torch.log_softmax(logits, dim=-1)
                 entropies[active, step] = torch.linalg.vecdot(all_logprobs.exp(), all_logprobs).neg_()
             ends = torch.isin(sampled, stop_ids) & running
-            if self._stops is not None and params.stops:
-                tails = tokens[active, max(0, step + 1 - self._stops.tail) : step + 1].tolist()
-                matched = [self._stops.end(tail, len(tail) - 1) is not None for tail in tails]
+            if self.stops is not None and params.stops:
+                tails = tokens[active, max(0, step + 1 - self.stops.tail) : step + 1].tolist()
+                matched = [self.stops.end(tail, len(tail) - 1) is not None for tail in tails]
                 ends |= torch.tensor(matched, device=device) & running
             counts[active[ends]], stopped[active[ends]] = step + 1, True
             running &= ~ends & (limits[active] > step + 1)
@@ -332,13 +334,13 @@ class TransformersSampler(Sampler):
             pairs = zip(kinds, rows_of_one, strict=True)
             of_tokens, of_logprobs, of_entropies = (array(kind, row[:count].tobytes()) for kind, row in pairs)
             reason: FinishReason = "stop" if stop else "length"
-            flat.append(Completion(of_tokens, of_logprobs, reason, self._version, of_entropies))
+            flat.append(Completion(of_tokens, of_logprobs, reason, self.version, of_entropies))
         return [flat[i : i + n] for i in range(0, total, n)]
 
     def _forward(self, ids: Tensor, attended: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         """Run the model on new tokens and return the logits after the last one, float32 [B, V]."""
         progress()
-        output = self._model(
+        output = self.model(
             input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True,
             logits_to_keep=1,
         )  # fmt: skip

@@ -40,7 +40,8 @@ GRADER_ERRORS = "grader_errors"  # the folder with a file for each custom functi
 RESERVED = ("mlartifacts", "mlflow.db", "mlruns")  # names that MLflow may use in the runs folder
 
 _PART_NAME = re.compile(r"(\d+)-(\d+)\.parquet")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}")
+VALID_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}(?<!\.)")
+"""A single folder name that a shell, a URL and MLflow take as it is."""
 _TIMESTAMP = re.compile(r"-\d{8}-\d{6}(-\d{1,4}){0,9}$")  # of `timestamped`, with suffixes of `unused_name`
 _STEP_FOLDERS = ("samples", "tokens", "token_values", "evals", "bad_batches")  # each file belongs to one step
 _OTHER_FOLDERS = {
@@ -340,18 +341,13 @@ def shell_command(words: str, folder: Path, runs_dir: Path) -> str:
     return shlex.join(["bandpo", *words.split(), *(named if is_there else [str(relative_to_cwd(folder))])])
 
 
-def is_valid_name(name: str) -> bool:
-    """Return whether `name` is a single folder name that a shell, a URL and MLflow take as it is."""
-    return _NAME.fullmatch(name) is not None and not name.endswith(".")
-
-
 def check_name(name: str, runs_dir: Path) -> str:
     """Return `name` if it is a valid name for a new folder, else raise UserError with a name that is.
 
     Refused: the empty name, paths into or out of the runs folder, blanks and characters with a meaning in a shell
     or file system, and the names that MLflow uses there.
     """
-    if is_valid_name(name) and name not in RESERVED:
+    if VALID_NAME.fullmatch(name) and name not in RESERVED:
         return name
     raise UserError(
         f"--name {name!r} cannot be used: a run is a folder directly in {runs_dir}, and its name has at most 200 "
@@ -400,7 +396,7 @@ def slug(name: str) -> str:
     """Return the valid name that is nearest to `name`: its last path part, with dashes for other characters."""
     last = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
     near = re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", last).lstrip(".+=,@-")[:190].rstrip(".-") or "run"
-    return near if is_valid_name(near) else f"run-{near}"
+    return near if VALID_NAME.fullmatch(near) else f"run-{near}"
 
 
 def _candidates(text: str, runs_dir: Path) -> list[Path]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -32,7 +33,7 @@ from bandpo_cli.experiments.preflight import check_config, read_numbers
 from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.settings import MethodSettings, TrustRegionSettings
 from bandpo_cli.settings_validation import Section, require
-from bandpo_cli.storage.run_folder import RunFolder, is_valid_name, shell_command
+from bandpo_cli.storage.run_folder import VALID_NAME, RunFolder, shell_command
 from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.storage.sweep_folder import SweepFolder, SweepRun, check_baseline
 from bandpo_cli.storage.tables import read_recorded_tokens
@@ -47,7 +48,6 @@ MATCH_PREFIX = "match:"
 
 DeltaMatcher = Callable[[TrustRegionSettings, str], float]
 """(trust region, method) -> the δ at which the region clips as many tokens as the method."""
-
 
 Settings = dict[str, Any]
 """Settings by dotted name, as in `--set`: {"bounds.delta": 0.05}."""
@@ -187,22 +187,22 @@ def plan_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: Pat
     if config.tuned_on is not None:
         tuned, tuning = _tuned_layers(config, config.tuned_on, runs_dir)
         runs, about = plan_tuned_runs(config, tuned, layers), {"tuning": asdict(tuning)}
+        if fork := SweepFolder.open(runs_dir, config.tuned_on).fork:
+            about["fork"] = (point := fork_point(fork, runs_dir)).text
     else:
         if config.recorded is not None:
             about |= {"recorded": config.recorded, "matched": {}}
             match = _matcher(config.recorded, runs_dir, about["matched"])
         runs = plan_runs(config, layers, match)
     check_names(runs)
-    checked: set[Any] = set()
     for run, own in runs.items():
         if tuning is not None:
             tuning.check_chosen(run.variant, own)
         if point is not None:
             point.changes(own)  # raises for a setting that cannot change
-        sections = (own.model, own.task, own.bounds, own.sampling, own.objective.advantages)
-        if sections not in checked:  # a check loads the problems, and runs that differ in their seed share it
-            checked.add(sections)
-            check_config(own)
+    shared = attrgetter("model", "task", "bounds", "sampling", "objective.advantages")
+    for own in {shared(own): own for own in runs.values()}.values():  # a check loads the problems
+        check_config(own)
     return SweepPlan(runs, config.baseline, about, tuning)
 
 
@@ -212,13 +212,12 @@ def _tuned_layers(config: SweepConfig, sweep: str, runs_dir: Path) -> tuple[dict
 
     try:
         folder = SweepFolder.open(runs_dir, sweep)
-        tables = _read_finished(folder, runs_dir)
         used = {run.seed for run in folder.runs}
         if both := sorted(used.intersection(config.seeds)):
             others = ", ".join(map(str, sorted(used)))
             raise UserError(f"seed {both[0]} chose the settings in {sweep}; give seeds other than {others}")
         groups = {run.variant: run.group for run in folder.runs}
-        tuning = choose(folder.path.name, config.tuned_by, tables, groups)
+        tuning = choose(folder.path.name, config.tuned_by, _read_finished(folder, runs_dir), groups)
     except UserError as error:
         raise ConfigError(f"tuned_on: {error}") from None
     plans = {run.variant: folder.plan_path(run.name) for run in folder.runs}
@@ -285,7 +284,8 @@ def plan_runs(
     for (variant_name, own), *values in product((sweep.variants or {"": {}}).items(), *sweep.axes.values()):
         settings = {**own, **dict(zip(sweep.axes, values, strict=True))}
         # An axis without effect on the variant's method does not multiply it. `resolve` reports an unknown setting.
-        method = resolve([*base, nest({key: settings[key] for key in settings.keys() & {_METHOD}})]).bounds
+        chosen = {key: settings[key] for key in settings if key == _METHOD or not key.startswith("bounds.")}
+        method = resolve([*base, nest(chosen)]).bounds
         missing = fields - {f"bounds.{name}" for name in type(method).model_fields}
         without_effect = {key for key in sweep.axes if ".".join(key.split(".")[:2]) in missing}
         kept = {key: value for key, value in settings.items() if key not in without_effect}
@@ -337,7 +337,7 @@ def check_names(runs: Iterable[SweepRun]) -> None:
     """Raise ConfigError if a run's name is not a valid folder name, or two runs have the same one."""
     seen: dict[str, str] = {}
     for run in runs:
-        if not is_valid_name(run.name):
+        if not VALID_NAME.fullmatch(run.name):
             why = "gives no valid folder name of at most 200 characters; give it a shorter name in variants:"
             raise ConfigError(f"the variant '{run.variant:.100}' {why}")
         if (other := seen.setdefault(run.name, run.variant)) != run.variant:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import TYPE_CHECKING, Any, Self
@@ -19,7 +19,7 @@ from torch import nn
 from torch.profiler import record_function
 from transformers import PreTrainedModel
 
-from bandpo_cli.metric_names import FLOPS, PROFILER_PREFIX, SAMPLED_TOKENS, TOTALS, TRAINED_TOKENS
+from bandpo_cli.metric_names import FLOPS, PROFILER_PREFIX, SAMPLED_TOKENS, TRAINED_TOKENS
 from bandpo_cli.models.packing import Packing
 from bandpo_cli.models.weights import forward_dtype
 from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count, silent_ranks
@@ -91,17 +91,11 @@ class StepTimer:
         return {**self._seconds, "time/step": time.perf_counter() - self._start}
 
 
-class RunTotals:
-    """What a run has taken up to now (`metric_names.TOTALS`), from the last line of its record on."""
-
-    def __init__(self, records: Sequence[Mapping[str, Any]]) -> None:
-        last: Mapping[str, Any] = records[-1] if records else dict.fromkeys(TOTALS, 0)
-        self._totals: dict[str, float] = {name: last[name] for name in TOTALS}
-
-    def add(self, taken: Mapping[str, float]) -> dict[str, float]:
-        """Add what a step, or a part of it, has taken; return the totals."""
-        self._totals = {name: total + taken.get(name, 0) for name, total in self._totals.items()}
-        return {**self._totals}
+def add_to_totals(totals: dict[str, float], taken: Mapping[str, float]) -> dict[str, float]:
+    """Add what a step, or a part of it, has taken to the totals of its run, in place; return a copy of them."""
+    for name, amount in taken.items():
+        totals[name] += amount
+    return {**totals}
 
 
 def sampling_rows(groups: Iterable[Group], prompt_once: bool) -> Iterator[tuple[int, ...]]:
@@ -138,8 +132,8 @@ def peak_flops(device_name: str) -> float | None:
     return PEAK_FLOPS[max(matching, key=lambda key: len(key.split()))] if matching else None
 
 
-class PackedWork(AbstractContextManager["PackedWork"]):
-    """Counts of a model's packed forward passes within the context since the last call of `metrics`.
+class PackedWork:
+    """Counts of a model's packed forward passes within `counted` since the last call of `metrics`.
 
     Two FLOPs per weight and token for the layers, two per weight and predicted token for the output layer, and four
     per layer, head dimension and pair of a token with one that it attends to. (Chowdhery et al. 2022, arXiv:2204.02311,
@@ -190,15 +184,15 @@ class PackedWork(AbstractContextManager["PackedWork"]):
         if self._device.type == "cuda" and is_known and in_16_bits:
             self.peak = peak_flops(torch.cuda.get_device_name(self._device))
 
-    def __enter__(self) -> Self:
-        """Count the passes from here on: those of a phase of training, all of which are packed."""
-        self._hooks = [model.register_forward_hook(self._add, with_kwargs=True) for model in self._models]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Count no further passes."""
-        for hook in self._hooks:
-            hook.remove()
+    @contextmanager
+    def counted(self) -> Iterator[Self]:
+        """Count the passes of the body, such as a phase of training, all of which are packed."""
+        hooks = [model.register_forward_hook(self._add, with_kwargs=True) for model in self._models]
+        try:
+            yield self
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _add(self, module: nn.Module, args: object, kwargs: Mapping[str, Any], output: object) -> None:
         """Count a packed forward pass; a forward hook."""
@@ -239,7 +233,7 @@ class PackedWork(AbstractContextManager["PackedWork"]):
         timer: StepTimer,
         rollouts: SampledGroups,
         trained: Sequence[Experience],
-        totals: RunTotals,
+        totals: dict[str, float],
         released: int = 0,
     ) -> dict[str, float]:
         """Return the metrics of a step and start counting the next one.
@@ -265,7 +259,7 @@ class PackedWork(AbstractContextManager["PackedWork"]):
             metrics["perf/sampled_tokens_per_s"] = rollouts.tokens / rollouts.seconds
         sampling = self.flops_of(sampling_rows(rollouts.sampled, self._prompt_once))
         taken = {SAMPLED_TOKENS: rollouts.tokens, TRAINED_TOKENS: trained_tokens, FLOPS: flops + sampling}
-        metrics |= totals.add(taken)
+        metrics |= add_to_totals(totals, taken)
         if self.peak is not None:
             metrics["perf/model_flop_utilisation"] = flops / (training * self.peak * self._ranks.size)
         if self._device.type == "cuda":
