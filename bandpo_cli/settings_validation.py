@@ -142,11 +142,13 @@ def check_keys(
     for key in unknown:
         having = [peer for peer, settings in peers.items() if key in settings.model_fields]
         name, value = str(key), values[key]
-        while isinstance(value, dict) and value and setting_for(name) is None:
+        while isinstance(value, dict) and value and not (setting_for(name) or option_for(name)):
             inner, value = next(iter(value.items()))
             name += f".{inner}"
-        meant = setting_for(name) if issubclass(cls, Section) and not having else None
+        is_setting = issubclass(cls, Section) and not having
+        meant, option = (setting_for(name), option_for(name)) if is_setting else (None, None)
         near = f" (did you mean '{meant}'?)" if meant else nearest(str(key), known)
+        near = f" (use {option})" if option else near
         near = "; indent it below its section" if meant == key else near
         more = f" and {len(having) - _MAX_PEERS} more" if len(having) > _MAX_PEERS else ""
         peers_text = f"{', '.join(having[:_MAX_PEERS])}{more}"
@@ -157,7 +159,7 @@ def check_keys(
                 f", or add a reward to its own: --set 'task.rewards=[{{}}, {{grader: \"{grader}\"}}]'"
             )
         raise key_error(
-            name if meant else key,
+            name if meant or option else key,
             f": no such setting{of}{near}; known: {', '.join(known) or 'none'}{elsewhere}"
             + (f"; also unknown: {', '.join(map(str, unknown[1:]))}" if len(unknown) > 1 else ""),
         )
