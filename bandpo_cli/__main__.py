@@ -45,7 +45,7 @@ try:
     from bandpo_cli.cli.train import train
     from bandpo_cli.errors import RunError, UserError, first_line, system_error_message, user_code_location
     from bandpo_cli.processes.ranks import is_main_process, launched_ranks, rank_count
-    from bandpo_cli.processes.watch import exit_with_parent, register
+    from bandpo_cli.processes.watch import PARENT_PID_VARIABLE, exit_with_parent, register
 finally:
     if _interrupt_handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt_handler)
@@ -104,7 +104,8 @@ def main() -> None:
             app(prog_name=PROGRAM)  # always raises SystemExit
         sys.exit(RUN_ERROR)
     atexit.register(_skip_last_collection)  # the callback registered first runs last
-    exit_with_parent()
+    if PARENT_PID_VARIABLE in os.environ:
+        exit_with_parent()
     if (ranks := rank_count()) > 1:
         silence_other_ranks()
     if launched_ranks() is not None:

@@ -42,15 +42,14 @@ class Registry(dict[str, E]):
         is_custom: Callable[[str], bool] = lambda name: False,
         custom_entry: Callable[[str], E] | None = None,
     ) -> None:
-        """Register `entries`; `kind` names one of them in messages: "divergence".
+        """Create a registry of `entries`; `kind` names one of them in messages: "divergence".
 
         `custom` is how a message offers what is accepted beside the names, `is_custom` the test for it, and
         `custom_entry` returns its entry, which is not stored; None where it has no entry.
         """
+        super().__init__({entry.name: entry for entry in entries})
         self.kind, self._is_custom, self._custom_entry = kind, is_custom, custom_entry
         self._or_custom = f", or {custom}" if custom else ""
-        for entry in entries:
-            self.register(entry)
 
     def register(self, entry: E) -> E:
         """Add an entry and return it. Raise ValueError if its name is taken."""

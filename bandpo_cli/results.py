@@ -241,11 +241,8 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
     env = read_json_object(path / "env.json") if path_exists(path / "env.json") else {}
     hardware = env.get("hardware")
     changed = changed_settings(config, on_gpu=isinstance(hardware, Mapping) and bool(hardware.get("gpus")))
-    table = read_metrics_table(folder.metrics_path)
-    points: dict[str, list[Any]] = {str(name): [*column.dropna().items()] for name, column in table.items()}
-    begin = last_change(path)[0]
-    for key in filter(lambda name: name.startswith("eval/"), points):
-        points[key] = [point for point in points[key] if point[0] > begin] or points[key]
+    table = read_metrics_table(folder.metrics_path, comparable=True)
+    points = {str(name): [*column.dropna().items()] for name, column in table.items()}
     times = {
         key: sum(seconds for _, seconds in values)
         for key, values in points.items()
@@ -257,9 +254,7 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
         "config": config.model_dump(mode="json"),
         "task_settings": task_settings(config.task),
         "changed": {key: {"value": value, "default": default} for key, (value, default) in changed.items()},
-        "metrics": {
-            key: {"first": values[0], "last": values[-1]} for key, values in points.items() if values
-        },
+        "metrics": {key: {"first": of[0], "last": of[-1]} for key, of in points.items() if of},
         "checkpoints": sorted(complete_checkpoints(folder).complete),
         "sampled_steps": sampled_steps(folder),
         "plots": sorted((path / "plots").glob("*.*")),
@@ -325,10 +320,11 @@ def metrics(run: Path | str, runs_dir: Path | str = "runs") -> DataFrame:
     return read_metrics_table(RunFolder.open(Path(runs_dir), str(run)).metrics_path)
 
 
-def read_metrics_table(path: Path) -> DataFrame:
+def read_metrics_table(path: Path, comparable: bool = False) -> DataFrame:
     """Return a `metrics.jsonl` as the table of `metrics`: ascending steps, of two lines of a step the last one.
 
-    Values that are no numbers, and numbers from `_MAX_VALUE` on, are NaN. There are no rows if there is no file.
+    Values that are no numbers, and numbers from `_MAX_VALUE` on, are NaN, and with `comparable` evaluations before a
+    fork that changed what they measure. There are no rows if there is no file.
 
     Raises:
         UserError: a line is not a JSON object with a step that is a natural number below `_MAX_STEPS`.
@@ -349,7 +345,11 @@ def read_metrics_table(path: Path) -> DataFrame:
     series = {key: pd.Series(column, dtype="float64") for key, column in columns.items()}
     table = pd.DataFrame(series, range(len(steps)), dtype="float64")
     table.index = pd.Index(steps, name="step", dtype="int64")
-    return table[~table.index.duplicated(keep="last")].sort_index()
+    table = table[~table.index.duplicated(keep="last")].sort_index()
+    if comparable:
+        scores = [name for name in columns if name.startswith("eval/")]
+        table.loc[: last_change(path.parent)[0], scores] = math.nan
+    return table
 
 
 def samples(run: Path | str, step: int | None = None, runs_dir: Path | str = "runs") -> DataFrame:
@@ -389,9 +389,8 @@ def evaluations(run: Path | str, runs_dir: Path | str = "runs") -> DataFrame:
     import pandas as pd
 
     rows = list(iterate_evaluations(RunFolder.open(Path(runs_dir), str(run)).path))
-    return pd.DataFrame(rows, columns=[*EVALUATION_COLUMNS]).astype(
-        {"value": float, "low": float, "high": float}
-    )
+    types = dict.fromkeys(("value", "low", "high"), float)
+    return pd.DataFrame(rows, columns=[*EVALUATION_COLUMNS]).astype(types)
 
 
 def tokens(run: Path | str, step: int, runs_dir: Path | str = "runs") -> DataFrame:
@@ -413,10 +412,8 @@ def tokens(run: Path | str, step: int, runs_dir: Path | str = "runs") -> DataFra
         raise UserError(f"step {step}: its tokens are not recorded in {folder.path}; recorded: {recorded}")
     values = read_token_values(tables[step])
     completion = np.repeat(np.arange(len(values.lengths)), values.lengths)
-    texts = np.asarray(values.texts, dtype=object)
-    columns = {"completion": completion, "token": texts[values.text_index]}
+    columns = {"completion": completion, "token": np.asarray(values.texts, dtype=object)[values.text_index]}
     columns["advantage"] = values.advantage[completion]
-    numbers = ("old_logprob", "ratio", "entropy", "lower", "upper", "importance")
-    # Of float16, as some are stored, pandas returns a deviation of 0 for more than 65,504 values.
-    columns |= {name: getattr(values, name).astype(np.float32) for name in numbers}
+    for name in ("old_logprob", "ratio", "entropy", "lower", "upper", "importance"):
+        columns[name] = getattr(values, name).astype(np.float32)  # in float16 pandas counts up to 65,504
     return pd.DataFrame(columns | {"clipped": values.clipped})

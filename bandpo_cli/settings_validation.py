@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -12,6 +12,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
+    PositiveInt,
     ValidationError,
     model_validator,
 )
@@ -113,15 +114,14 @@ def require(holds: object, problem: str) -> None:
         raise ValueError(problem)
 
 
-def number_or(*words: str) -> BeforeValidator:
-    """Return the check of a setting that is a whole number above 0 or one of `words`, with one error for both."""
+def _check_count_or_auto(value: Any) -> Any:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    require(value == "auto" or is_count, "a whole number above 0 is expected, or auto")
+    return value
 
-    def check(value: Any) -> Any:
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        require(value in words or is_count, f"a whole number above 0 is expected, or {' or '.join(words)}")
-        return value
 
-    return BeforeValidator(check)
+CountOrAuto = Annotated[Literal["auto"] | PositiveInt, BeforeValidator(_check_count_or_auto)]
+"""A whole number above 0 or `auto`, with one error for both."""
 
 
 def key_error(key: object, problem: str) -> PydanticCustomError:

@@ -145,11 +145,6 @@ class Completion:
             start = position
         return marked + self.token_ids[start:]
 
-    @property
-    def last_turn_ids(self) -> array[int]:
-        """The sampled tokens after the last inserted ones: the answer that is graded."""
-        return self.token_ids[self.inserted[-1].position :] if self.inserted else self.token_ids
-
 
 @dataclass(frozen=True)
 class Grade:
@@ -164,6 +159,7 @@ class Grade:
         has_reward: False where grading failed, or where every reward function of the completion reports that it does
             not apply: the advantage is 0 and `reward` is in no mean.
         components: the unscaled value of each reward of `task.rewards` by name, None where there is none.
+        failed: the grading of one of `task.rewards` failed, so that there is no sum, whatever the verdict is.
     """
 
     reward: float
@@ -171,6 +167,7 @@ class Grade:
     verdict: str
     has_reward: bool = True
     components: Mapping[str, float | None] = field(default_factory=dict, hash=False)
+    failed: bool = False
 
 
 CORRECT = Grade(1.0, correct=True, verdict="correct")
@@ -186,7 +183,7 @@ UNGRADED_VERDICTS = frozenset({TIMEOUT.verdict, GRADER_ERROR.verdict, NOT_APPLIC
 
 def is_ungraded(grade: Grade) -> bool:
     """Return whether a completion has no reward because grading failed, and not because no reward function applies."""
-    return not grade.has_reward and grade.verdict != NOT_APPLICABLE.verdict
+    return grade.failed or (not grade.has_reward and grade.verdict in (TIMEOUT.verdict, GRADER_ERROR.verdict))
 
 
 Grader = Callable[[Sequence[Problem], Sequence[str]], list[Grade]]

@@ -87,9 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def speed(sampler: Sampler, seconds: float, seed: int) -> float:
         call = {"type": "function", "function": {"name": options.tool, "arguments": {"seconds": seconds}}}
         message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        grading = GradingConfig(workers=options.workers)
+        grading = GradingConfig(workers=options.workers, concurrency=options.conversations)
         with (
-            closing(ToolPool(tools, grading, options.workers, options.conversations)) as pool,
+            closing(ToolPool(tools, grading)) as pool,
             mock.patch.object(conversations, "read_message", return_value=message),
         ):
             pool.start()

@@ -136,8 +136,8 @@ def print_warnings(console: Console, lines: Iterable[str], heading: str = "warni
         print_line(console, line, heading, "yellow")
 
 
-_WITHIN_QUANTITY = re.compile(r"(?<=\d) (?=[^\W\d])|(?<=[=×≤≥→]) | (?==)")
-"""The spaces of `0.49 s`, `T = 1` and `≤ 8 tokens`, at which no line is broken."""
+_WITHIN_QUANTITY = re.compile(r"(?<=\d) (?=[^\W\d])|(?<=[=×≤≥→]) | (?==)|(?<=%) (?=\()")
+"""The spaces of `1% (0.49 s)`, `T = 1` and `≤ 8 tokens`, at which no line is broken."""
 _UNBROKEN = "\ufdd0"  # one of the code points that Unicode reserves for uses inside of a program
 
 

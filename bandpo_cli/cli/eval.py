@@ -138,7 +138,7 @@ def evaluate(
         )
         # The name is chosen again at the start: another process may take the default one until then.
         folder = EvalFolder(runs_dir / choose_run_name(runs_dir, asked, request.default_name()))
-    if (ranks := ranks_to_start(nproc)) is not None:
+    if nproc is not None and (ranks := ranks_to_start(nproc)) is not None:
         return launch(ranks, request.config, "eval", folder.path, runs_dir)
     if not folder.samples_path.exists():
         print_request(console, request)

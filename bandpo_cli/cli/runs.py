@@ -282,9 +282,8 @@ def samples(
         raise UserError(f"{path}: none of its {len(completions):,} completions is {wanted}")
     console = open_console()
     # A group has one prompt, which may be longer than all of its completions together.
-    for (label, id_, prompt, reference), group in groupby(
-        shown, itemgetter("label", "problem_id", "prompt", "reference")
-    ):
+    of_prompt = itemgetter("label", "problem_id", "prompt", "reference")
+    for (label, id_, prompt, reference), group in groupby(shown, of_prompt):
         name = id_ if id_.startswith(label) else f"{label} {id_}"
         console.print(Rule(Text(f"prompt · {name}", "bold"), align="left"))
         answer = Text.assemble(("reference  ", "bold"), reference, "\n") if reference else Text()
@@ -293,8 +292,7 @@ def samples(
             _print_completion(console, completion)
     right = sum(item["accuracy"] == 1 for item in chosen)
     more = f"; --limit 0 prints all {len(chosen):,}" if len(shown) < len(chosen) else ""
-    line = f"{len(shown):,} of {len(chosen):,} completions of {path}, {right:,} correct{more}"
-    console.print(line, style="dim", highlight=False, soft_wrap=True)
+    print_line(console, f"{len(shown):,} of {len(chosen):,} completions of {path}, {right:,} correct{more}")
 
 
 def _print_completion(console: Console, completion: Mapping[str, Any]) -> None:

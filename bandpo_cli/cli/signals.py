@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -40,14 +41,14 @@ def signal_handlers(handlers: Mapping[int, Any]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@dataclass(eq=False)
 class StopSignals(CallbackBase):
     """Handlers of SIGINT, SIGTERM and SIGHUP inside the `with` block; the earlier handlers are restored after it.
 
     A signal raises `SignalExit`. Between the events `start` and `phase("close")` of a run, the first SIGINT and the
     first SIGTERM only make `is_requested` return True: a cluster sends SIGTERM to all processes of a job, and a sweep
     among them sends its runs SIGINT, which together ask for one thing. A repeated SIGHUP is ignored: a closed terminal
-    sends several.
-    Outside the main thread, where Python allows no handlers, nothing is installed.
+    sends several. Outside the main thread, where Python allows no handlers, nothing is installed.
 
     A rank of `--nproc` listens to its parent process alone (`FORWARDED`). torchrun sends SIGTERM to the other ranks
     when one has ended; from `phase("close")` on it is ignored there, so that the summary of the run is written.
@@ -55,12 +56,12 @@ class StopSignals(CallbackBase):
 
     on_every_rank = True
 
-    def __init__(self) -> None:
-        self.silent = False  # True: a live display shows the request
-        self._received: list[int] = []
-        self._deferring = self._closing = False
-        self._stack = ExitStack()
-        self._arrivals: Callable[[int], int] = lambda number: 1
+    silent: bool = False  # True: a live display shows the request
+    _received: list[int] = field(default_factory=list)
+    _deferring: bool = False
+    _closing: bool = False
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _arrivals: Callable[[int], int] = lambda number: 1
 
     def is_requested(self) -> bool:
         """Return whether a signal has arrived."""

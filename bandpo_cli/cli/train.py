@@ -72,7 +72,7 @@ def train(
     from bandpo_cli.experiments.preflight import new_run_layers
 
     layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
-    to_start = ranks_to_start(nproc)
+    to_start = None if nproc is None else ranks_to_start(nproc)
     ranks = to_start or rank_count()
     asked = os.environ.get(RUN_NAME_VARIABLE) if name is None else name
     if fork is not None and (resume is not None or probe):

@@ -83,7 +83,7 @@ def settings_rows(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[s
     rows = {
         "model": describe_model(config),
         "task": f"{config.task.title}, {plural(len(task.train_problems()), 'training problem')}, "
-        f"answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}",
+        f"answers of at most {sampling.max_tokens:,} tokens, T = {sampling.temperature:g}",
         "method": "\n".join(filter(None, [config.bounds.describe(), config.bounds.source()])),
         "each step": f"{sampling.prompts} prompts × {sampling.samples} = {completions:,} completions "
         f"(≤ {completions * sampling.max_tokens:,} tokens), {refills if sampling.dynamic else ''}"
@@ -125,8 +125,7 @@ class TrainView(ExperimentView):
         self._held_out: list[tuple[int, str]] = []
         self._last: Mapping[str, Any] = {}
         self._skipped, self._since_line = 0, 0.0
-        # A curve without information: the reward where it is the accuracy, or an accuracy that is always 0, as of
-        # rewards of a scale that never reach 1.
+        # The curve without information: the reward that is the accuracy, or the accuracy of rewards that never reach 1.
         self._hidden = "train/reward"
         self._bar = Progress(
             "step",

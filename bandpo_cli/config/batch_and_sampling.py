@@ -23,11 +23,11 @@ from bandpo_cli.metric_names import is_clock_metric
 from bandpo_cli.registries import AUTO_ENGINE, ENGINES, GRADERS
 from bandpo_cli.settings_validation import (
     AsList,
+    CountOrAuto,
     NotEmpty,
     NotNegative,
     Positive,
     Section,
-    number_or,
     require,
     trainer_keys,
 )
@@ -325,7 +325,7 @@ class OptimConfig(Section):
     """The learning rate after the warm-up: constant, or falling to 0 at the last step."""
     updates: PositiveInt = 4
     """Optimizer updates per batch of rollouts. With 1 the ratio is always 1 and no bound is active."""
-    micro_batch_tokens: Annotated[Literal["auto"] | PositiveInt, number_or("auto")] = 16384
+    micro_batch_tokens: CountOrAuto = 16384
     """Maximum number of tokens in one forward pass, packed without padding; an update accumulates its gradient over as
     many passes as necessary. `auto`, the default of tasks for language models, is 16384, or where that does not fit by
     the estimate of the memory a half of it, or a half of that, and so on."""

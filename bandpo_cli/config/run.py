@@ -31,11 +31,11 @@ from bandpo_cli.metric_names import FLOPS, SAMPLED_TOKENS
 from bandpo_cli.registries import ADVANTAGES, TRACKERS
 from bandpo_cli.settings_validation import (
     AsList,
+    CountOrAuto,
     NotEmpty,
     NotNegative,
     Positive,
     Section,
-    number_or,
     require,
 )
 
@@ -133,7 +133,7 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "auto"
     """Attention kernels; `auto` is PyTorch's own (sdpa). `varlen` is sdpa for sampling, and for training the
     FlashAttention kernels in torch, which need no padding; it needs a GPU and bfloat16."""
-    head: Annotated[Literal["auto"] | PositiveInt, number_or("auto")] = "auto"
+    head: CountOrAuto = "auto"
     """The size of a tile of logits in MiB: log-probs of the output layer are computed tile by tile. `auto` is 32 on a
     CPU and 256 on a GPU. On a GPU `make gpu-check` compares sizes."""
     compile: bool = False
@@ -366,11 +366,9 @@ class RunConfig(Section):
             "objective.advantages = 'gdpo' has no sum of rewards, which reward.overlong_buffer and sampling.dynamic "
             "need; leave them out, and name a reward function of the length in task.rewards instead of a buffer",
         )
-        for name, tokens in (
-            ("reward.overlong_buffer", buffer),
-            ("task.max_turn_tokens", self.task.max_turn_tokens),
-        ):
-            require((tokens or 0) <= most, f"{name} = {tokens} must be within sampling.max_tokens = {most}")
+        limits = {"reward.overlong_buffer": buffer, "task.max_turn_tokens": self.task.max_turn_tokens or 0}
+        for name, tokens in limits.items():
+            require(tokens <= most, f"{name} = {tokens} must be within sampling.max_tokens = {most}")
         return self
 
 

@@ -140,7 +140,7 @@ def _read_with_settings(path: Path) -> dict[str, Any]:
         record["config"] = flatten(read_layer(run / RunFolder.marker))
         for fork in iterate_forks(run):
             if (step_of(path) or 0) <= fork["step"]:
-                record["config"] |= {key: old for key, (old, _) in fork["changed"].items()}
+                record["config"] |= {key: old for key, (old, _) in fork.get("changed", {}).items()}
     return record
 
 

@@ -49,6 +49,8 @@ log = logging.getLogger("bandpo_cli")
 MAX_K = 10**6
 _MAX_STEM_CHARS = 100
 """Largest length of the part of an evaluation's name that says what was evaluated."""
+_OF_TRAINING = nest({"optim.updates": 1, "objective.advantages": "group", "reward.overlong_buffer": 0})
+"""Settings that could contradict those of an evaluation, where they have no effect."""
 _USED_SECTIONS = {"seed", "model", "task", "sampling", "grading", "evaluation", "tracking"}
 
 
@@ -178,7 +180,7 @@ def _plan_model(model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequen
     own = resolve(base) if base else None
     task_layer = _task_layer(tasks, own)
     # Adapters are merged into the weights when a model is loaded.
-    config = resolve([*base, task_layer, *layers, {"model": {"path": ref.path, "lora": None}}])
+    config = resolve([*base, task_layer, *layers, {"model": {"path": ref.path, "lora": None}}, _OF_TRAINING])
     check_engine(config.sampling.engine, config.model.device)
     check_model_and_task(config, f"--task {' '.join(tasks) or config.task.name}")
     task = prepare_task(config)
@@ -241,7 +243,7 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
             run = None if model["run"] is None else RunFolder(Path(model["run"]))
             ref = ModelRef(str(model["path"]), run, model["step"])
             layers.append({"model": {"path": ref.path}})
-        config = resolve(layers)
+        config = resolve([*layers, _OF_TRAINING])
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"--resume {folder.path}: eval.json has no data for a resume ({error})") from None
     if samples is not None:

@@ -161,9 +161,12 @@ def load_task(config: RunConfig, trial: bool = True) -> Task:
     task, the task has no problems, or a grader cannot be used.
     """
     path = config.model.path
-    check_model_path(path)
-    if path not in BUNDLED_MODELS and is_adapter_folder(user_path(path)):
-        raise ConfigError(f"model.path = {path!r}: an adapter; first: bandpo export merged {path} --out DIR")
+    if path not in BUNDLED_MODELS:
+        check_model_path(path)
+        if is_adapter_folder(user_path(path)):
+            raise ConfigError(
+                f"model.path = {path!r}: an adapter; first: bandpo export merged {path} --out DIR"
+            )
     check_model_and_task(config, f"task.name = {config.task.name!r}")
     folder = Path(__file__).parents[1] / "models" / path if path in BUNDLED_MODELS else user_path(path)
     with suppress(OSError, ValueError, AttributeError):  # loading the model refuses a damaged file
@@ -236,7 +239,7 @@ def problems_by_grader(
     by_grader: dict[str, Sequence[Problem]] = {}
     for name in dict.fromkeys([*(problem.grader for problem in problems), *added]):
         graded = problems if name in added else [problem for problem in problems if problem.grader == name]
-        graded = [problem for problem in graded if problem.answer] if needs_answer(name) else graded
+        graded = [problem for problem in graded if problem.answer or not needs_answer(name)]
         if graded and name != ENVIRONMENT_GRADER:
             by_grader[name] = graded
     return by_grader
@@ -399,7 +402,7 @@ def inherited_layers(run: RunFolder) -> list[Layer]:
 def new_run_layers(layers: Sequence[Layer], runs_dir: Path) -> list[Layer]:
     """Return the layers of a new run. If its model is a run or RUN@STEP, the run's settings are the first of them."""
     models = [layer["model"] for layer in layers if isinstance(layer.get("model"), dict)]
-    path = next((model["path"] for model in reversed(models) if "path" in model), EMBEDDED_MODEL)
+    path = next((model["path"] for model in reversed(models) if "path" in model), None)
     ref = resolve_model(path, runs_dir, "model.path =") if isinstance(path, str) else None
     if ref is None or ref.run is None:
         return [*layers]

@@ -185,10 +185,11 @@ def disk_errors(folder: RunFolder) -> Iterator[None]:
 def _write_summary(config: RunConfig, folder: RunFolder, result: RunResult) -> None:
     """Write the plots, then summary.json: status FINISHED there means that the run folder is complete."""
     status, records, error = result.status, result.records, result.error
-    keys = ([key for key in record if key == "step" or key.startswith("eval/")] for record in records)
-    scores = ({key: record[key] for key in own} for record, own in zip(records, keys, strict=True))
-    evaluations, begin = [record for record in scores if len(record) > 1], last_change(folder.path)[0]
-    evaluations = [record for record in evaluations if record["step"] > begin] or evaluations
+    begin = last_change(folder.path)[0]
+    scores = (
+        {key: record[key] for key in record if key == "step" or key.startswith("eval/")} for record in records
+    )
+    evaluations = [record for record in scores if len(record) > 1 and record["step"] > begin]
     message = "stopped by request" if status == "KILLED" else None
     if error is not None:
         name = type(error).__name__

@@ -25,6 +25,7 @@ from bandpo_cli.paths import path_exists, read_text, user_path
 from bandpo_cli.registries import DATA_TASK, DATASETS, TRACKERS
 from bandpo_cli.settings_validation import trainer_keys
 
+Places = Sequence[Mapping[str, Any]]
 UNSET: tuple[Any, ...] = (None, False, "", "none", [], {})
 
 
@@ -132,13 +133,7 @@ class Translation:
         else:
             self.put("steps", RunConfig().steps, note=how)
 
-    def put_data(
-        self,
-        train: Sequence[Mapping[str, Any]],
-        heldout: Sequence[Mapping[str, Any]],
-        key: str,
-        heldout_key: str,
-    ) -> None:
+    def put_data(self, train: Places, heldout: Places, key: str, heldout_key: str) -> None:
         """Set the problems: a known data set by its hub id, else the sources, with their prompts unchanged."""
         paths = [place["path"] for place in train]
         known = [name for name, entry in DATASETS.items() if [entry.hub_id] == paths]
@@ -269,9 +264,8 @@ def _trl(t: Translation) -> None:
     t.put("optim.betas", [t["adam_beta1"], t["adam_beta2"]], "adam_beta1", "adam_beta2")
     first = t["warmup_steps"] or t["warmup_ratio"] or 0
     first = math.ceil(first * t.settings["steps"][0] * t.updates) if first < 1 else int(first)
-    first = (
-        0 if t["lr_scheduler_type"] == "constant" else first
-    )  # transformers has no warm-up with `constant`
+    # transformers has no warm-up with `constant`
+    first = 0 if t["lr_scheduler_type"] == "constant" else first
     t.put("optim.warmup_steps", first, "warmup_steps", "warmup_ratio", note=_WARMUP if first else "")
     for setting, name in (("evaluation.every", "eval"), ("checkpoint.every", "save")):
         strategy, every = t[f"{name}_strategy"], t[f"{name}_steps"] or t["logging_steps"]
@@ -280,6 +274,12 @@ def _trl(t: Translation) -> None:
         else:
             steps = max(1, round(every / t.updates)) if strategy == "steps" else 0
             t.put(setting, steps, f"{name}_strategy", f"{name}_steps")
+    if t["use_adaptive_entropy"] and t["entropy_coef"]:
+        del t.settings["objective.entropy_bonus"]
+        t.no_place("entropy_coef", "the coefficient starts at 0")
+    if t["eval_strategy"] not in ("no", False):  # TRL evaluates as it trains
+        t.put("evaluation.samples", t["num_generations_eval"] or t["num_generations"], "num_generations_eval")
+        t.put("evaluation.temperature", t["temperature"], "temperature")
     _trl_data(t)
 
 
@@ -329,12 +329,8 @@ def _trl_data(t: Translation) -> None:
     for function, weight in zip(names, t["reward_weights"] or [1.0] * len(names), strict=True):
         module, _, attribute = function.replace(":", ".").rpartition(".")
         if function == "get_soft_overlong_punishment":
-            t.put(
-                "reward.overlong_buffer",
-                256,
-                "reward_funcs",
-                note="before sampling.max_tokens; in TRL before 1280",
-            )
+            note = "before sampling.max_tokens; in TRL before 1280"
+            t.put("reward.overlong_buffer", 256, "reward_funcs", note=note)
         else:
             graders.append((trainer_keys("rewards").get(function, f"trl:{module}:{attribute}"), weight))
     t.put_rewards(graders, "reward_funcs")
@@ -371,10 +367,8 @@ def _verl(t: Translation) -> None:
     t.put_rewards(
         [(f"verl:{Path(path).stem}:{name}", 1)] if path else [], "reward.custom_reward_function.path"
     )
-    if not path:
-        t.missing.append(
-            "verl chooses the reward by the column data_source: add --grader NAME, or it is `math`"
-        )
+    unknown = "verl chooses the reward by the column data_source: add --grader NAME, or it is `math`"
+    t.missing += [] if path else [unknown]
 
 
 def _verl_importance(t: Translation) -> None:

@@ -18,8 +18,8 @@ from pathlib import Path
 from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent, needs_answer
 from bandpo_cli.errors import ConfigError, GraderFailedError, RunError, one_line, plural
 from bandpo_cli.grading.signatures import answer_of
-from bandpo_cli.grading.workers import Failure, GraderArguments, GraderWorkers, default_workers
-from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count
+from bandpo_cli.grading.workers import Failure, GraderArguments, GraderWorkers
+from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.registries import GRADERS, load_attribute
 from bandpo_cli.storage.files import write_text
 from bandpo_cli.types import ANSWER_GRADER, GRADER_ERROR, NOT_APPLICABLE, Grade, Grader, Problem, is_ungraded
@@ -53,6 +53,10 @@ class GraderUse:
     failed: int = 0
     error: str | None = None
     asynchronous: bool = False  # it has graded answers with an asynchronous function
+
+
+Uses = Sequence[Mapping[str, GraderUse]]
+"""What the graders of each of several pools have done, by name, such as the pools of all ranks."""
 
 
 class GraderPool(AbstractContextManager["GraderPool"]):
@@ -200,9 +204,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
     def _worker_pool(self, name: str) -> GraderWorkers:
         if name not in self._worker_pools:
-            calls = max(1, self._config.concurrency // rank_count())
-            pool = GraderWorkers(name, self._config, self._config.workers or default_workers(), calls)
-            self._worker_pools[name] = self._closing.enter_context(closing(pool))
+            self._worker_pools[name] = self._closing.enter_context(closing(GraderWorkers(name, self._config)))
         return self._worker_pools[name]
 
 
@@ -344,9 +346,10 @@ def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade
     failed = [grade for grade in grades if is_ungraded(grade)]
     first = failed[0] if failed and grades[0].verdict == NOT_APPLICABLE.verdict else grades[0]
     pairs = list(zip(components, grades, strict=True))
-    rewards = [component.weight * grade.reward for component, grade in pairs if grade.has_reward]
+    rewards = [item.weight * grade.reward for item, grade in pairs if item.weight and grade.has_reward]
     values = {item.label: grade.reward if grade.has_reward else None for item, grade in pairs}
-    return replace(first, reward=sum(rewards), has_reward=bool(rewards) and not failed, components=values)
+    has_reward = bool(rewards) and not failed
+    return replace(first, reward=sum(rewards), has_reward=has_reward, components=values, failed=bool(failed))
 
 
 def all_calls_failed(
@@ -369,13 +372,8 @@ def all_calls_failed(
     return True
 
 
-def check_not_all_failed(
-    verdicts: Collection[str], graders: Sequence[str], uses: Sequence[Mapping[str, GraderUse]]
-) -> None:
-    """Raise GraderFailedError, with the first error of each grader, if there are only verdicts `grader-error`.
-
-    `uses` is what each of several pools has graded, such as the pools of all ranks.
-    """
+def check_not_all_failed(verdicts: Collection[str], graders: Sequence[str], uses: Uses) -> None:
+    """Raise GraderFailedError, with the first error of each grader, if there are only verdicts `grader-error`."""
     if {*verdicts} != {GRADER_ERROR.verdict}:
         return
     errors = {name: use.error for by_name in reversed(uses) for name, use in by_name.items() if use.error}
@@ -387,7 +385,7 @@ def check_not_all_failed(
     )
 
 
-def failure_warnings(uses: Sequence[Mapping[str, GraderUse]]) -> list[str]:
+def failure_warnings(uses: Uses) -> list[str]:
     """Return a line for each grader that failed: the share of answers without a verdict, and the first error."""
     lines = []
     for name in dict.fromkeys(name for by_name in uses for name in by_name):

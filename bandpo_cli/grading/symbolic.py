@@ -166,11 +166,8 @@ def _parse(latex: str) -> list[Any]:
 def _with_imaginary_unit(expression: Any) -> Any:
     """Return an expression with the free symbol i as the imaginary unit, and other symbols as real numbers."""
     symbols = getattr(expression, "free_symbols", ())
-    values = {
-        s: I if s.name == "i" else Symbol(s.name, real=True)
-        for s in symbols
-        if s.name == "i" or not s.is_real
-    }
+    chosen = (symbol for symbol in symbols if symbol.name == "i" or not symbol.is_real)
+    values = {item: I if item.name == "i" else Symbol(item.name, real=True) for item in chosen}
     return expression.xreplace(values) if values and hasattr(expression, "xreplace") else expression
 
 

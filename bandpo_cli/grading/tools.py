@@ -31,7 +31,7 @@ from bandpo_cli.custom_code import load_function
 from bandpo_cli.errors import ConfigError, definition_location, first_line, user_code_location
 from bandpo_cli.grading.calls_and_retries import Loader
 from bandpo_cli.grading.signatures import BatchGrader, finite, run_awaitable
-from bandpo_cli.grading.workers import Job, WorkerPool, default_workers
+from bandpo_cli.grading.workers import Job, WorkerPool
 from bandpo_cli.types import Message, Problem, derive_seed
 
 if TYPE_CHECKING:
@@ -46,12 +46,10 @@ class ToolPool(WorkerPool):
 
     title, load = "task.tools", "load_tools"
 
-    def __init__(
-        self, tools: Sequence[str], config: GradingConfig, size: int, calls: int, load: str | None = None
-    ) -> None:
+    def __init__(self, tools: Sequence[str], config: GradingConfig, load: str | None = None) -> None:
         self.tools = tuple(tools)
         loader = Loader(f"{__name__}:{load or self.load}", self.tools)
-        super().__init__(self.title, loader, config, size, calls)
+        super().__init__(self.title, loader, config)
 
     def _result(self, fields: Any) -> Any:
         return fields
@@ -101,7 +99,7 @@ def first_messages(
 
     The system message of a problem stays before them; raise ConfigError if the environment has one too.
     """
-    with closing(EnvironmentPool([environment], config, default_workers(), 1)) as pool:
+    with closing(EnvironmentPool([environment], config)) as pool:
         requests: list[list[Any]] = [[None, as_problem(problem), [], False] for problem in problems]
         batches = [[index] for index in range(len(problems))]
         replies = pool.wait(pool.submit(requests, [problem.id for problem in problems], batches))
@@ -127,7 +125,7 @@ def tool_schemas(tools: tuple[str, ...], of_environment: bool) -> list[dict[str,
     from bandpo_cli.config.batch_and_sampling import GradingConfig
 
     pool_type = EnvironmentPool if of_environment else ToolPool
-    with closing(pool_type(tools, GradingConfig(), 1, 1, f"{pool_type.load}_schemas")) as pool:
+    with closing(pool_type(tools, GradingConfig(), f"{pool_type.load}_schemas")) as pool:
         pool.start()
         return list(pool.about)
 
@@ -321,9 +319,8 @@ def as_messages(result: Any) -> list[dict[str, Any]]:
     messages = []
     for item in result:
         message = {"role": "user", "content": item} if isinstance(item, str) else item
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
+        texts = map(message.get, ("role", "content")) if isinstance(message, Mapping) else [None]
+        if not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 f"an environment must return texts or messages with role and content, not {item!r:.60}"
             )

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from bandpo_cli.errors import ConfigError, RunError, escape_controls
 from bandpo_cli.grading.calls_and_retries import Loader
-from bandpo_cli.processes.ranks import local_rank_count
+from bandpo_cli.processes.ranks import local_rank_count, rank_count
 from bandpo_cli.processes.watch import ChildProcess, Wait, progress, python_command
 from bandpo_cli.registries import GRADERS, is_custom_grader
 from bandpo_cli.storage.run_record import usable_cores
@@ -95,13 +95,18 @@ class WorkerPool:
     A single thread may use it, but another thread may call `submit` and `close`.
     """
 
-    def __init__(self, title: str, loader: Loader, config: GradingConfig, size: int, calls: int = 1) -> None:
-        """Create an empty pool of at most `size` workers, or one with `calls` calls in flight; `title` names it."""
+    def __init__(self, title: str, loader: Loader, config: GradingConfig, size: int | None = None) -> None:
+        """Create an empty pool, which `title` names, of at most `size` workers, by default as many as the settings say.
+
+        An asynchronous function has one worker, with the calls in flight of this rank's part of `grading.concurrency`.
+        """
         self._title, self._loader = title, loader
         self.about: Any = None  # what a worker has sent after its import
         self.failure: Failure | None = None
         self.asynchronous = False  # as a worker reports that has imported the function
-        self._config, self._size, self._calls, self._batched = config, size, calls, False
+        self._config, self._batched = config, False
+        self._size = size or config.workers or default_workers()
+        self._calls = max(1, config.concurrency // rank_count())
         self._workers: list[_Worker] = []
         self._lock, self._is_closed = threading.RLock(), False  # held by the thread that uses the workers
         self._answers: dict[int, tuple[GraderArguments, str]] = {}  # by key, with their labels
@@ -310,7 +315,7 @@ class WorkerPool:
 class GraderWorkers(WorkerPool):
     """The workers of a grader."""
 
-    def __init__(self, grader: str, config: GradingConfig, size: int, calls: int = 1) -> None:
+    def __init__(self, grader: str, config: GradingConfig, size: int | None = None) -> None:
         """Create an empty pool; raise ConfigError unless the grader is custom or has a function for workers."""
         if grader in GRADERS and (function := GRADERS[grader].worker) is not None:
             loader = Loader("bandpo_cli.grading.signatures:load_worker", function)
@@ -318,7 +323,7 @@ class GraderWorkers(WorkerPool):
             loader = Loader("bandpo_cli.grading.signatures:load_grader", grader)
         else:
             raise ConfigError(f"grader '{grader}': none of that name{GRADERS.suggestion(grader)}")
-        super().__init__(f"grader '{grader}'", loader, config, size, calls)
+        super().__init__(f"grader '{grader}'", loader, config, size)
 
 
 class _Worker(ChildProcess):

@@ -160,10 +160,8 @@ class BapoSettings(MethodSettings):
     @model_validator(mode="after")
     def _check_order(self) -> Self:
         ordered = self.low_start <= self.low_end and self.high_start <= self.high_end
-        require(
-            ordered,
-            "a bound rises from its start to its end: take low_start ≤ low_end and high_start ≤ high_end",
-        )
+        order = "take low_start ≤ low_end and high_start ≤ high_end"
+        require(ordered, f"a bound rises from its start to its end: {order}")
         return self
 
     def prepare(self, old_logprobs: Tensor, advantages: Tensor, *_: Tensor) -> Columns:

@@ -109,10 +109,8 @@ def model_location(config: ModelConfig) -> str:
 def _source(config: ModelConfig) -> dict[str, Any]:
     """Return the arguments of transformers' loaders that say what to load; a folder has no revision."""
     location = model_location(config)
-    source: dict[str, Any] = {
-        "pretrained_model_name_or_path": location,
-        "trust_remote_code": config.trust_remote_code,
-    }
+    source: dict[str, Any] = {"pretrained_model_name_or_path": location}
+    source["trust_remote_code"] = config.trust_remote_code
     if config.revision is not None and not path_exists(Path(location)):
         source["revision"] = config.revision
     return source
@@ -187,7 +185,8 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
         UserError: the folder is no model folder, its weights are quantized, or transformers does not support the model.
     """
     source = _source(config)
-    model_files.check_model_files(source["pretrained_model_name_or_path"], config.path)
+    if config.path not in BUNDLED_MODELS:  # whose files come with the package
+        model_files.check_model_files(source["pretrained_model_name_or_path"], config.path)
     with loading_errors(config.path, "its config cannot be read"):
         loaded = AutoConfig.from_pretrained(**source)
     # the loader would ask for another package
@@ -395,9 +394,8 @@ def _prepare_determinism(config: RunConfig, training: bool) -> None:
             where = "in the trainer's process " if least == 9 else ""
             problem = f"vLLM {where}needs a GPU of compute capability {least}.0 or more"
     elif with_vllm and (config.task.functions or config.grading.while_sampling):
-        problem = (
-            "on a CPU, vLLM's results depend on its batches, and they on the time that tools and graders take"
-        )
+        reason = "they on the time that tools and graders take"
+        problem = f"on a CPU, vLLM's results depend on its batches, and {reason}"
     if problem is not None:
         advice = "use --sampler transformers, or leave out deterministic"
         raise UserError(f"deterministic = true: {problem}; {advice}")

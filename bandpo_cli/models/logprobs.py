@@ -164,9 +164,8 @@ def linear_logprobs(
     """
     arguments = hidden, weight, bias, targets, temperature, with_entropy, with_sampling_entropy, tile_bytes
     logprobs, entropy, sampling_entropy = _LinearLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
-    return TokenLogprobs(
-        logprobs, entropy if with_entropy else None, sampling_entropy if with_sampling_entropy else None
-    )
+    entropies = entropy if with_entropy else None, sampling_entropy if with_sampling_entropy else None
+    return TokenLogprobs(logprobs, *entropies)
 
 
 @contextmanager

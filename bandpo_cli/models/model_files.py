@@ -163,8 +163,7 @@ def base_config(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
     Raises:
         UserError: the adapter cannot be used, or there is no such base model.
     """
-    adapter = user_path(config.path)
-    if config.path in BUNDLED_MODELS or not is_adapter_folder(adapter):
+    if config.path in BUNDLED_MODELS or not is_adapter_folder(adapter := user_path(config.path)):
         return config, None
     stated = _read_adapter_config(adapter)
     path = stated["base_model_name_or_path"]

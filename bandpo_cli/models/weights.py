@@ -35,14 +35,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bandpo_cli.errors import first_line
-from bandpo_cli.models.lora import (
-    ADAPTER_NAME,
-    ADAPTER_WEIGHTS,
-    adapter_parameters,
-    has_adapters,
-    lora_layers,
-    merged_weight,
-)
+from bandpo_cli.models import lora
 from bandpo_cli.paths import ADAPTER_CONFIG
 from bandpo_cli.processes.ranks import Ranks
 
@@ -151,7 +144,7 @@ def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
     All ranks must iterate together. The tensors of a model that is not sharded are those in use.
     """
-    for name, parameter in adapter_parameters(model):
+    for name, parameter in lora.adapter_parameters(model):
         yield name, full_tensor(parameter.detach().to(forward_dtype(model)))
 
 
@@ -161,8 +154,8 @@ def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Ten
     `weights` are what `adapter_weights` returns, or a copy; None for the tensors in use.
     """
     tensors = {name: tensor.contiguous() for name, tensor in dict(weights or adapter_weights(model)).items()}
-    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    config = model.peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
+    save_file(tensors, folder / lora.ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config = model.peft_config[lora.ADAPTER_NAME].to_dict() | {"inference_mode": True}
     # peft would write its sets in an order that changes from process to process.
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
     (folder / ADAPTER_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", "utf-8")
@@ -170,7 +163,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Ten
 
 def load_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors into the adapters of the model, in place. Raise ValueError if they belong to other adapters."""
-    parameters = dict(adapter_parameters(model))
+    parameters = dict(lora.adapter_parameters(model))
     if parameters.keys() != tensors.keys():
         other = min(parameters.keys() ^ tensors.keys())
         raise ValueError(f"the adapters belong to other layers ({other} among them)")
@@ -189,8 +182,8 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     ranks must iterate together.
     """
     dtype = forward_dtype(model)
-    layers = lora_layers(model)
-    adapters = {id(parameter) for _, parameter in adapter_parameters(model)}
+    layers = lora.lora_layers(model)
+    adapters = {id(parameter) for _, parameter in lora.adapter_parameters(model)}
     for name, parameter in model.named_parameters():
         if id(parameter) in adapters:
             continue
@@ -201,9 +194,9 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             name = f"{layer}.{kind}"  # without adapters
             if kind == "weight":  # A and B are rounded first, since passes compute with them
                 adapter = layers[layer]
-                parts = (item[ADAPTER_NAME].weight for item in (adapter.lora_A, adapter.lora_B))
+                parts = (item[lora.ADAPTER_NAME].weight for item in (adapter.lora_A, adapter.lora_B))
                 a, b = (full_tensor(part.detach().to(dtype)) for part in parts)
-                weight = merged_weight(name, weight, a, b, adapter.scaling[ADAPTER_NAME])
+                weight = lora.merged_weight(name, weight, a, b, adapter.scaling[lora.ADAPTER_NAME])
         yield name, weight
 
 
@@ -214,11 +207,11 @@ def weights_to_save(model: PreTrainedModel, ranks: Ranks) -> Mapping[str, Tensor
     rank 0 gets a copy in host memory, gathered tensor by tensor, and the others get nothing; all ranks must call this
     together.
     """
-    saved = adapter_weights(model) if has_adapters(model) else checkpoint_weights(model)
+    saved = adapter_weights(model) if lora.has_adapters(model) else checkpoint_weights(model)
     if not is_sharded(model):
-        return dict(saved) if has_adapters(model) else cast(Mapping[str, Tensor], model.state_dict())
+        return dict(saved) if lora.has_adapters(model) else cast(Mapping[str, Tensor], model.state_dict())
     weights = {name: tensor.cpu() for name, tensor in saved if ranks.is_main}
-    if ranks.is_main and not has_adapters(model):
+    if ranks.is_main and not lora.has_adapters(model):
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
         weights |= {name: buffer.cpu().clone() for name, buffer in buffers.items()}
@@ -234,8 +227,8 @@ def load_weights(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
     Raises:
         OSError, ValueError, RuntimeError, SafetensorError: the folder is damaged or belongs to another model.
     """
-    if has_adapters(model):
-        ranks.agree(lambda: load_adapter(model, load_file(folder / ADAPTER_WEIGHTS)))
+    if lora.has_adapters(model):
+        ranks.agree(lambda: load_adapter(model, load_file(folder / lora.ADAPTER_WEIGHTS)))
         return
     if not is_sharded(model):
         saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)

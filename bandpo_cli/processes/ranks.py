@@ -61,9 +61,9 @@ def launched_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
     return int(environ.get(LAUNCHER_VARIABLE, "0")) or None
 
 
-def ranks_to_start(nproc: int | None) -> int | None:
+def ranks_to_start(nproc: int) -> int | None:
     """Return how many ranks `--nproc` asks this process to start; None where it trains itself."""
-    if launched_ranks() is not None or nproc is None:
+    if launched_ranks() is not None:
         return None
     if rank_count() not in (1, nproc):
         raise UserError(f"--nproc {nproc}: torchrun has started {rank_count()} ranks; leave out --nproc")

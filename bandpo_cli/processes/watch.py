@@ -278,14 +278,13 @@ def exit_with_parent() -> None:
     Two processes must not write to one run: a resumed sweep starts its unfinished runs again.
     """
     # Removed from the environment, since child processes of this one have another parent.
-    parent = os.environ.pop(PARENT_PID_VARIABLE, "")
+    parent = int(os.environ.pop(PARENT_PID_VARIABLE))
 
     def kill_with_parent() -> None:
-        while os.getppid() == int(parent):
+        while os.getppid() == parent:
             time.sleep(PARENT_INTERVAL_S)
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if parent.isdecimal():
-        threading.Thread(target=kill_with_parent, name="parent-watch", daemon=True).start()
+    threading.Thread(target=kill_with_parent, name="parent-watch", daemon=True).start()

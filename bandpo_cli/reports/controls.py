@@ -58,7 +58,11 @@ def control_notes(tables: RunTables, margin: float = MARGIN) -> list[str]:
     settings = tables.runs["settings"].groupby(level="variant", sort=False).first()
     controls = [str(name) for name, of_variant in settings.items() if is_control(of_variant)]
     others = [str(name) for name in settings.index if name not in controls]
-    first = tables.steps["accuracy"].dropna().groupby(level=RUN, sort=False).first()
+    first = tables.steps["accuracy"].groupby(level=RUN, sort=False).head(1).droplevel("step")
+    if (
+        controls and others and first.isna().any()
+    ):  # of forks: gains from a later evaluation would be too small
+        return ["No gain is compared with that of a control: the runs have no evaluation where they begin."]
     gains = (tables.runs["accuracy"] - first).unstack("seed")
     mean_gains = {name: _GAIN.text(float(gains.loc[name].mean()), sign=True) for name in gains.index}
     changes = {

@@ -11,6 +11,8 @@ from typing import Any
 
 import pandas as pd
 
+from bandpo_cli.config.layers import flatten
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.methods import METHODS
 from bandpo_cli.paths import read_json_object
@@ -35,6 +37,7 @@ _SENTENCES = (
     "Policy loss: {bounds}",
     "Advantages had the estimator {objective.advantages}, the loss the aggregation {objective.aggregation}, and the "
     "reference KL the coefficient {objective.reference_kl}",
+    "Further settings: {others}",
     "The completions of a step were split into {optim.updates} updates of AdamW with learning rate {optim.lr} "
     "({optim.schedule} after {optim.warmup_steps} updates of linear warm-up), betas {optim.betas}, epsilon {optim.eps} "
     "and weight decay {optim.weight_decay}; the gradient norm was clipped at {optim.max_grad_norm}",
@@ -48,6 +51,7 @@ _SENTENCES = (
 )
 """Sentences with settings, or values of `_facts`, in braces. A sentence is left out if no run has all of them."""
 
+_FURTHER = ("objective", "reward", "sampling.max_lag", "sampling.stop")  # named where not the defaults
 _MAX_CHARS = 60  # of a setting in a sentence; prompt templates are longer
 
 
@@ -140,6 +144,13 @@ def _facts(settings: Settings, run: RunRecord) -> dict[str, Any]:
             details = [f"{key} {text}" for key, text in texts.items() if len(text) <= _MAX_CHARS]
             inside = "; ".join(filter(None, [", ".join(details), paper]))
             facts[name] = f"{settings[tag]}" + (f" ({inside})" if inside else "")
+    usual, named = flatten(RunConfig().model_dump(mode="json"), expand_lists=True), "".join(_SENTENCES)
+    others = [
+        f"{key} {format_setting(value)}"
+        for key, value in settings.items()
+        if is_within(key, _FURTHER) and f"{{{key}}}" not in named and usual.get(key) != value
+    ]
+    facts |= {"others": ", ".join(others)} if others else {}
     hardware, versions, git = (run.environment.get(key) or {} for key in ("hardware", "versions", "git"))
     if hardware:
         gpus = [str(gpu.get("name")) for gpu in hardware.get("gpus") or ()]

@@ -167,7 +167,7 @@ def _read_record(run: VariantRun, start: int, with_budgets: bool) -> _Record:
         raise UserError("its folder does not exist")
     settings = read_settings(run.folder)
     try:
-        table = read_metrics_table(run.folder / "metrics.jsonl").loc[start:]
+        table = read_metrics_table(run.folder / "metrics.jsonl", comparable=True).loc[start:]
     except UserError as error:
         raise UserError(f"damaged: {str(error).replace(f'{run.folder}/', '')}") from None
     last = int(table.index[-1]) if len(table) else 0

@@ -20,8 +20,7 @@ from typing import Any
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, tool_schemas
-from bandpo_cli.grading.workers import default_workers
-from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count
+from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder, end_of_turn_id
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, Turn
 from bandpo_cli.sampling.tool_calls import read_message
@@ -95,9 +94,8 @@ class Conversations:
 
 def build_conversations(config: RunConfig, encoder: PromptEncoder, ranks: Ranks) -> Conversations:
     """Return the conversations of a task with tools or an environment. Workers start later."""
-    task, grading = config.task, config.grading
-    size, calls = grading.workers or default_workers(), max(1, grading.concurrency // rank_count())
-    pool = (EnvironmentPool if task.environment else ToolPool)(task.functions, grading, size, calls)
+    task = config.task
+    pool = (EnvironmentPool if task.environment else ToolPool)(task.functions, config.grading)
     return Conversations(encoder, pool, task.max_turns, task.max_result_chars, ranks, task.max_turn_tokens)
 
 

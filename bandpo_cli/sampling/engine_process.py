@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
@@ -34,9 +34,8 @@ from bandpo_cli.processes.watch import ChildProcess, Wait, progress, python_comm
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling import engine_server
 from bandpo_cli.sampling.engine_server import NO_MORE, Answer, send_slots, send_weights
-from bandpo_cli.sampling.sampler import EngineModel, Sampler, SampleRequest, SamplingParams, engine_model
+from bandpo_cli.sampling.sampler import EngineModel, Requests, Sampler, SampleRequest, SamplingParams, Stream
 from bandpo_cli.sampling.sync_check import SyncCheck
-from bandpo_cli.types import Completion
 
 CLOSE_S = 5.0
 """Seconds that an idle engine has to shut down, or any engine to end after its connection, before it is killed."""
@@ -85,9 +84,7 @@ class EngineProcess(Sampler):
             self.close()
             raise
 
-    def sample_stream(
-        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
-    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+    def sample_stream(self, requests: Requests, params: SamplingParams, in_order: bool = True) -> Stream:
         """Yield number and completions [P][n] of each request, as the same engine in the trainer's process.
 
         The process asks for requests as its engine has room for them. It waits while the caller uses completions.
@@ -176,9 +173,8 @@ class EngineProcess(Sampler):
         model: ModelConfig | EngineModel = _model_settings(config.model, policy)
         if not self._entry.shares_weights:
             tokenizer = policy.tokenizer if config.sampling.stop else None
-            model = replace(
-                engine_model(policy.model), device=torch.device(policy.device.type), tokenizer=tokenizer
-            )
+            device = torch.device(policy.device.type)
+            model = replace(EngineModel.of(policy.model), device=device, tokenizer=tokenizer)
         # The engine never sleeps, as it is in use during updates.
         vllm = config.sampling.vllm.model_copy(update={"sleep": False})
         sampling = config.sampling.model_copy(update={"engine": self._entry.name, "max_lag": 0, "vllm": vllm})

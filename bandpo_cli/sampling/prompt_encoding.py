@@ -178,9 +178,8 @@ class PromptEncoder:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         for message in messages:
             texts = {key: value for key, value in message.items() if isinstance(value, str)}
-            turns.append(
-                {**message, **{key: self._control.sub(rf"\1{_BREAK}", text) for key, text in texts.items()}}
-            )
+            broken = {key: self._control.sub(rf"\1{_BREAK}", text) for key, text in texts.items()}
+            turns.append({**message, **broken})
         try:
             text = self._render(turns, self._arguments)
         except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote

@@ -174,7 +174,8 @@ def decode_completions(
     tokenizer: PreTrainedTokenizerBase, completions_PG: Sequence[Sequence[Completion]]
 ) -> list[str]:
     """Return the text of each completion, [P·G], without special tokens; of a conversation, that of the last turn."""
-    ids = [list(completion.last_turn_ids) for group in completions_PG for completion in group]
+    completions = chain.from_iterable(completions_PG)
+    ids = [[*item.token_ids[item.inserted[-1].position if item.inserted else 0 :]] for item in completions]
     # transformers decodes no sequences as one empty sequence
     return [*tokenizer.batch_decode(ids, skip_special_tokens=True)] if ids else []
 
@@ -192,14 +193,11 @@ def with_coins(problems: Sequence[Problem], samples: int, seed: int, probability
 
     The coin of a completion depends on the seed of its prompt, `seed + i` for prompt i, and its number alone.
     """
-    coins = (
-        derive_seed(seed + index // samples, "coin", index % samples) < probability * 2**63
-        for index in range(len(problems))
-    )
-    return [
-        replace(problem, extra={**problem.extra, COIN: coin})
-        for problem, coin in zip(problems, coins, strict=True)
-    ]
+    tossed = []
+    for index, problem in enumerate(problems):
+        number = derive_seed(seed + index // samples, "coin", index % samples)
+        tossed.append(replace(problem, extra={**problem.extra, COIN: number < probability * 2**63}))
+    return tossed
 
 
 def with_turns(problem: Problem, completion: Completion) -> Problem:

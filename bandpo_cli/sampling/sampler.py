@@ -11,10 +11,11 @@ from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,7 +31,7 @@ from bandpo_cli.sampling.tool_calls import StopStrings
 from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason
 
 TokenIds = Sequence[int]
-Weights = Iterable[tuple[str, torch.Tensor]]
+Weights = Iterable[tuple[str, Tensor]]
 """Tensors under their names in a checkpoint."""
 
 KEPT_UNTIL = 0.9
@@ -86,6 +87,11 @@ class SampleRequest(NamedTuple):
         return params.samples, [Turn(self.seed + i, params.max_tokens) for i in range(len(self.prompts_P))]
 
 
+Requests = Iterable[SampleRequest | None]
+Stream = Generator[tuple[int, list[list[Completion]]], None, None]
+"""The argument and the result of `Sampler.sample_stream`."""
+
+
 class Sampler(ABC):
     """Samples completions from the policy's current weights: an engine defines `sample_stream` and `sync`.
 
@@ -101,9 +107,7 @@ class Sampler(ABC):
     streams = False
 
     @abstractmethod
-    def sample_stream(
-        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
-    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+    def sample_stream(self, requests: Requests, params: SamplingParams, in_order: bool = True) -> Stream:
         """Yield the number of each request, from 0, and its completions [P][n].
 
         The completions are the same for the same weights, prompts, seeds, parameters and machine, so that prompts can
@@ -168,12 +172,12 @@ class EngineModel:
     device: torch.device
     tokenizer: PreTrainedTokenizerBase | None = None
 
-
-def engine_model(model: PreTrainedModel) -> EngineModel:
-    """Return what an engine on the model's device needs to know of the model."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [model_class(model).__name__]
-    return EngineModel(config, forward_dtype(model), model.device)
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Self:
+        """Return what an engine on the model's device needs to know of the model."""
+        config = copy.deepcopy(model.config)
+        config.architectures = [model_class(model).__name__]
+        return cls(config, forward_dtype(model), model.device)
 
 
 class StaleEngineError(RunError):
@@ -214,26 +218,28 @@ def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
     return sampler
 
 
+@dataclass(eq=False)
 class TransformersSampler(Sampler):
-    """Prefills each prompt once, repeats its cache n times, and removes ended completions from the batch."""
+    """Prefills each prompt once, repeats its cache n times, and removes ended completions from the batch.
 
+    At most `max_sequences` completions are sampled at the same time, but at least those of one prompt.
+    """
+
+    model: PreTrainedModel
+    pad_id: int
+    max_sequences: int = 2048
+    stops: StopStrings | None = None
+    version: int = 0
     shares_weights = True
-
-    def __init__(
-        self, model: PreTrainedModel, pad_id: int, max_sequences: int = 2048, stops: StopStrings | None = None
-    ) -> None:
-        """Sample at most `max_sequences` completions at the same time, but at least those of one prompt."""
-        self._model, self._pad_id, self._max_sequences, self._version = model, pad_id, max_sequences, 0
-        self._stops = stops
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
         """Store the version; the weights are shared with the trainer and need no copy."""
-        self._model, self._version = model, version
+        self.model, self.version = model, version
 
     @torch.no_grad()
     def load(self, weights: Weights, version: int) -> None:
         """Copy each weight into the parameter of its name; raise StaleEngineError unless all are those of the model."""
-        missing, of_version = dict(self._model.named_parameters()), f"version {version} of the weights"
+        missing, of_version = dict(self.model.named_parameters()), f"version {version} of the weights"
         for name, tensor in weights:
             parameter = missing.pop(name, None)
             if parameter is None or (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
@@ -246,15 +252,13 @@ class TransformersSampler(Sampler):
             raise StaleEngineError(
                 f"the engine process received {of_version} only in part: {name} is missing ({len(missing)} in total)"
             )
-        self._version = version
+        self.version = version
 
     def describe(self) -> dict[str, str]:
         """Return the engine's name."""
         return {"engine": "transformers"}
 
-    def sample_stream(
-        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
-    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+    def sample_stream(self, requests: Requests, params: SamplingParams, in_order: bool = True) -> Stream:
         """Sample one request after the other; see `Sampler`."""
         for number, request in enumerate(filter(None, requests)):
             yield number, self.sample_request(request, params)
@@ -262,9 +266,9 @@ class TransformersSampler(Sampler):
     def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
         """Return the completions [P][n] of a request, at most `max_sequences` of them at a time."""
         samples, turns_P = request.turns(params)
-        batch_size = max(1, self._max_sequences // samples)
+        batch_size = max(1, self.max_sequences // samples)
         groups: list[list[Completion]] = []
-        with unsharded(self._model), float32_logits(self._model), torch.inference_mode():
+        with unsharded(self.model), float32_logits(self.model), torch.inference_mode():
             for start in range(0, len(turns_P), batch_size):
                 part = slice(start, start + batch_size)
                 groups += self._sample_batch(request.prompts_P[part], params, samples, turns_P[part])
@@ -274,20 +278,20 @@ class TransformersSampler(Sampler):
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, n: int, turns_P: Sequence[Turn]
     ) -> list[list[Completion]]:
         """Prefill the prompts together, then sample one token of every unfinished completion per step."""
-        device, max_tokens = self._model.device, max(turn.max_tokens for turn in turns_P)
+        device, max_tokens = self.model.device, max(turn.max_tokens for turn in turns_P)
         limits = torch.tensor([turn.max_tokens for turn in turns_P], device=device).repeat_interleave(n)
         rows = [torch.tensor(prompt) for prompt in prompts_P]
-        ids = pad_sequence(rows, batch_first=True, padding_value=self._pad_id, padding_side="left").to(device)
+        ids = pad_sequence(rows, batch_first=True, padding_value=self.pad_id, padding_side="left").to(device)
         lengths = torch.tensor([len(prompt) for prompt in prompts_P], device=device)
         attended = (torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]).long()
-        cache = growing_cache(self._model, ids.shape[1] + max_tokens)
+        cache = growing_cache(self.model, ids.shape[1] + max_tokens)
         logits = self._forward(ids, attended, (attended.cumsum(dim=1) - 1).clamp(min=0), cache)
         cache.batch_repeat_interleave(n)
         logits, attended = logits.repeat_interleave(n, dim=0), attended.repeat_interleave(n, dim=0)
         positions = lengths.repeat_interleave(n)
 
         total = len(prompts_P) * n
-        tokens = torch.full((total, max_tokens), self._pad_id, device=device)
+        tokens = torch.full((total, max_tokens), self.pad_id, device=device)
         logprobs = torch.zeros(total, max_tokens, device=device)
         entropies = torch.zeros_like(logprobs) if params.entropy else None
         counts = limits.clone()
@@ -305,9 +309,9 @@ class TransformersSampler(Sampler):
                     all_logprobs = torch.log_softmax(logits, dim=-1)
                 entropies[active, step] = torch.linalg.vecdot(all_logprobs.exp(), all_logprobs).neg_()
             ends = torch.isin(sampled, stop_ids) & running
-            if self._stops is not None and params.stops:
-                tails = tokens[active, max(0, step + 1 - self._stops.tail) : step + 1].tolist()
-                matched = [self._stops.end(tail, len(tail) - 1) is not None for tail in tails]
+            if self.stops is not None and params.stops:
+                tails = tokens[active, max(0, step + 1 - self.stops.tail) : step + 1].tolist()
+                matched = [self.stops.end(tail, len(tail) - 1) is not None for tail in tails]
                 ends |= torch.tensor(matched, device=device) & running
             counts[active[ends]], stopped[active[ends]] = step + 1, True
             running &= ~ends & (limits[active] > step + 1)
@@ -330,15 +334,13 @@ class TransformersSampler(Sampler):
             pairs = zip(kinds, rows_of_one, strict=True)
             of_tokens, of_logprobs, of_entropies = (array(kind, row[:count].tobytes()) for kind, row in pairs)
             reason: FinishReason = "stop" if stop else "length"
-            flat.append(Completion(of_tokens, of_logprobs, reason, self._version, of_entropies))
+            flat.append(Completion(of_tokens, of_logprobs, reason, self.version, of_entropies))
         return [flat[i : i + n] for i in range(0, total, n)]
 
-    def _forward(
-        self, ids: torch.Tensor, attended: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
-    ) -> torch.Tensor:
+    def _forward(self, ids: Tensor, attended: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         """Run the model on new tokens and return the logits after the last one, float32 [B, V]."""
         progress()
-        output = self._model(
+        output = self.model(
             input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True,
             logits_to_keep=1,
         )  # fmt: skip
@@ -361,8 +363,8 @@ def float32_logits(model: PreTrainedModel) -> Iterator[None]:
     weight = weight.float() if on_cpu else weight
     options: Any = {} if on_cpu else {"out_dtype": torch.float32}
 
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = torch.mm(hidden.flatten(0, -2).to(weight.dtype), weight.t(), **options)
+    def forward(hidden: Tensor) -> Tensor:
+        logits: Tensor = torch.mm(hidden.flatten(0, -2).to(weight.dtype), weight.t(), **options)
         if head.bias is not None:
             logits += head.bias
         return logits.view(*hidden.shape[:-1], len(weight))
@@ -380,7 +382,7 @@ def build_transformers_sampler(config: SamplingConfig, policy: Policy) -> Sample
     return TransformersSampler(policy.model, policy.pad_id, config.max_sequences, stops)
 
 
-def random_numbers(seeds_P: Sequence[int], samples: int, max_tokens: int) -> Iterator[torch.Tensor]:
+def random_numbers(seeds_P: Sequence[int], samples: int, max_tokens: int) -> Iterator[Tensor]:
     """Yield the random numbers of the next token of n completions of each of P prompts, [P·n] float64 in [0, 1).
 
     Those of a prompt depend on its seed alone, and every completion has one per token, also after its end: a
@@ -393,9 +395,7 @@ def random_numbers(seeds_P: Sequence[int], samples: int, max_tokens: int) -> Ite
         yield from torch.from_numpy(drawn).flatten(1)
 
 
-def sample_tokens(
-    logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Sample one token per row by inverting the cumulative distribution.
 
     Args:

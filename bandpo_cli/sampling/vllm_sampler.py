@@ -12,7 +12,7 @@ import logging
 import os
 import random
 import tempfile
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, count
 from pathlib import Path
@@ -30,12 +30,13 @@ from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.processes.watch import progress
 from bandpo_cli.sampling.sampler import (
     EngineModel,
+    Requests,
     Sampler,
     SampleRequest,
     SamplingParams,
     StaleEngineError,
+    Stream,
     Turn,
-    engine_model,
     error_text,
 )
 from bandpo_cli.sampling.sync_check import SyncCheck
@@ -98,7 +99,7 @@ class VllmSampler(Sampler):
         # The group of the ranks stays; one that the engine creates ends with it.
         self._preserve_group = preserve_process_group if dist.is_initialized() else nullcontext
         self.check = SyncCheck(own, config.max_prompt_tokens + config.max_tokens)
-        model = policy if isinstance(policy, EngineModel) else engine_model(policy.model)
+        model = policy if isinstance(policy, EngineModel) else EngineModel.of(policy.model)
         self._llm, self._threads = _start(config, model, ranks, self._sleeps)
         self._stops = StopStrings(policy.tokenizer, config.stop) if config.stop else None
         self._max_model_len: int = self._llm.model_config.max_model_len
@@ -116,9 +117,7 @@ class VllmSampler(Sampler):
         if policy.device.type == "cuda" and self._model_runner() == V1_RUNNER:
             log.warning("%s", V1_WARNING)
 
-    def sample_stream(
-        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
-    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+    def sample_stream(self, requests: Requests, params: SamplingParams, in_order: bool = True) -> Stream:
         """Yield number and completions [P][n] of each request; see `Sampler`."""
         assert not self._asleep, "sync wakes the engine before it samples"
         more, numbers, no_more = iter(requests), count(), SampleRequest([], -1)

@@ -97,9 +97,8 @@ def write_trainer_state(
 
     `checksums` has the `file_checksum` of files for which it is known, by name relative to `folder`.
     """
-    paths = {
-        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
-    }
+    files = filter(Path.is_file, sorted(folder.rglob("*")))
+    paths = {path.relative_to(folder).as_posix(): path for path in files}
     state = {
         "format": FORMAT,
         **asdict(progress),

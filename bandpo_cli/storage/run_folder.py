@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import folders_containing, path_exists, read_json_object, relative_to_cwd, user_path
+from bandpo_cli.storage import tables
 from bandpo_cli.storage.files import (
     check_version,
     iterate_metrics,
@@ -29,15 +30,6 @@ from bandpo_cli.storage.files import (
     write_json,
     write_text,
 )
-from bandpo_cli.storage.tables import (
-    EvalRow,
-    TokenValues,
-    read_eval_table,
-    write_eval_table,
-    write_sample_table,
-    write_token_table,
-    write_token_values,
-)
 from bandpo_cli.types import Group
 
 RECORD_FILE, SAMPLES_FILE = "eval.json", "samples.parquet"
@@ -48,7 +40,8 @@ GRADER_ERRORS = "grader_errors"  # the folder with a file for each custom functi
 RESERVED = ("mlartifacts", "mlflow.db", "mlruns")  # names that MLflow may use in the runs folder
 
 _PART_NAME = re.compile(r"(\d+)-(\d+)\.parquet")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}")
+VALID_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}(?<!\.)")
+"""A single folder name that a shell, a URL and MLflow take as it is."""
 _TIMESTAMP = re.compile(r"-\d{8}-\d{6}(-\d{1,4}){0,9}$")  # of `timestamped`, with suffixes of `unused_name`
 _STEP_FOLDERS = ("samples", "tokens", "token_values", "evals", "bad_batches")  # each file belongs to one step
 _OTHER_FOLDERS = {
@@ -118,15 +111,15 @@ class RunFolder(ExperimentFolder):
 
     def write_samples(self, step: int, groups: Sequence[Group]) -> Path:
         """Write every completion of `step` to `samples/step-000010.parquet`; see `write_sample_table`."""
-        return write_sample_table(self.path / "samples" / f"{step_name(step)}.parquet", groups)
+        return tables.write_sample_table(self.path / "samples" / f"{step_name(step)}.parquet", groups)
 
     def write_tokens(self, step: int, columns: Mapping[str, Any]) -> Path:
         """Write the token columns of `step` to `tokens/step-000100.parquet`; see `write_token_table`."""
-        return write_token_table(self.path / "tokens" / f"{step_name(step)}.parquet", columns)
+        return tables.write_token_table(self.path / "tokens" / f"{step_name(step)}.parquet", columns)
 
-    def write_token_values(self, step: int, values: TokenValues) -> Path:
+    def write_token_values(self, step: int, values: tables.TokenValues) -> Path:
         """Write `token_values/step-000100.parquet`, the data of `bandpo view`; see `write_token_values`."""
-        return write_token_values(self.path / "token_values" / f"{step_name(step)}.parquet", values)
+        return tables.write_token_values(self.path / "token_values" / f"{step_name(step)}.parquet", values)
 
     def write_eval(self, step: int, result: Mapping[str, object]) -> Path:
         """Write an evaluation to `evals/step-000100.json`."""
@@ -233,17 +226,19 @@ class EvalFolder(ExperimentFolder):
         """Write `eval.json`."""
         return write_json(self.path / RECORD_FILE, record)
 
-    def write_part(self, key: PartKey, rows: Sequence[EvalRow]) -> Path:
+    def write_part(self, key: PartKey, rows: Sequence[tables.EvalRow]) -> Path:
         """Store the completions of some problems until those of all problems exist."""
-        return write_eval_table(self.path / "parts" / f"{key.set_index:03d}-{key.start:08d}.parquet", rows)
+        return tables.write_eval_table(
+            self.path / "parts" / f"{key.set_index:03d}-{key.start:08d}.parquet", rows
+        )
 
-    def read_parts(self) -> dict[PartKey, list[EvalRow]]:
+    def read_parts(self) -> dict[PartKey, list[tables.EvalRow]]:
         """Return the stored parts. Raises UserError for a damaged one."""
         parts = {}
         for path in sorted((self.path / "parts").glob("*.parquet")):
             if match := _PART_NAME.fullmatch(path.name):
                 try:
-                    parts[PartKey(int(match[1]), int(match[2]))] = read_eval_table(path)
+                    parts[PartKey(int(match[1]), int(match[2]))] = tables.read_eval_table(path)
                 except UserError as error:
                     raise UserError(f"{error}; remove that file to sample its completions again") from None
         return parts
@@ -256,9 +251,9 @@ class EvalFolder(ExperimentFolder):
         files = [self.samples_path] if self.samples_path.exists() else parts
         return sum(pq.read_metadata(path).num_rows for path in files)
 
-    def write_samples(self, rows: Iterable[EvalRow]) -> Path:
+    def write_samples(self, rows: Iterable[tables.EvalRow]) -> Path:
         """Write every completion to `samples.parquet`, then remove the parts, which it replaces."""
-        path = write_eval_table(self.samples_path, list(rows))
+        path = tables.write_eval_table(self.samples_path, list(rows))
         self.drop_parts()
         return path
 
@@ -346,18 +341,13 @@ def shell_command(words: str, folder: Path, runs_dir: Path) -> str:
     return shlex.join(["bandpo", *words.split(), *(named if is_there else [str(relative_to_cwd(folder))])])
 
 
-def is_valid_name(name: str) -> bool:
-    """Return whether `name` is a single folder name that a shell, a URL and MLflow take as it is."""
-    return _NAME.fullmatch(name) is not None and not name.endswith(".")
-
-
 def check_name(name: str, runs_dir: Path) -> str:
     """Return `name` if it is a valid name for a new folder, else raise UserError with a name that is.
 
     Refused: the empty name, paths into or out of the runs folder, blanks and characters with a meaning in a shell
     or file system, and the names that MLflow uses there.
     """
-    if is_valid_name(name) and name not in RESERVED:
+    if VALID_NAME.fullmatch(name) and name not in RESERVED:
         return name
     raise UserError(
         f"--name {name!r} cannot be used: a run is a folder directly in {runs_dir}, and its name has at most 200 "
@@ -406,7 +396,7 @@ def slug(name: str) -> str:
     """Return the valid name that is nearest to `name`: its last path part, with dashes for other characters."""
     last = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
     near = re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", last).lstrip(".+=,@-")[:190].rstrip(".-") or "run"
-    return near if is_valid_name(near) else f"run-{near}"
+    return near if VALID_NAME.fullmatch(near) else f"run-{near}"
 
 
 def _candidates(text: str, runs_dir: Path) -> list[Path]:

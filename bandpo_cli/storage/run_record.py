@@ -129,7 +129,7 @@ def last_change(run: Path) -> tuple[int, str]:
     Later evaluations cannot be compared with those up to this step.
     """
     for fork in iterate_forks(run):
-        if keys := [key for key in fork["changed"] if key.startswith(EVALUATION_SETTINGS)]:
+        if keys := [key for key in fork.get("changed", ()) if key.startswith(EVALUATION_SETTINGS)]:
             return fork["step"], ", ".join(keys)
     return -1, ""
 
@@ -249,10 +249,9 @@ def describe_environment(sampler: Mapping[str, str] | None = None) -> dict[str, 
     if torch := sys.modules.get("torch"):
         hardware["torch_threads"] = torch.get_num_threads()
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        devices = map(torch.cuda.get_device_properties, range(count))
-        hardware["gpus"] = [
-            {"name": device.name, "memory_gib": round(device.total_memory / 2**30, 1)} for device in devices
-        ]
+        gpus = map(torch.cuda.get_device_properties, range(count))
+        sizes = [(gpu.name, round(gpu.total_memory / 2**30, 1)) for gpu in gpus]
+        hardware["gpus"] = [{"name": name, "memory_gib": size} for name, size in sizes]
     return {
         "command": redact_credentials(shlex.join(sys.argv)),
         "versions": versions,

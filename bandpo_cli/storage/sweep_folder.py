@@ -17,7 +17,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object
 from bandpo_cli.storage.files import sync, write_json, write_text
-from bandpo_cli.storage.run_folder import create_folder, find_folder, is_valid_name, not_found
+from bandpo_cli.storage.run_folder import VALID_NAME, create_folder, find_folder, not_found
 from bandpo_cli.storage.run_record import is_finished, keep_code
 
 PLAN_FILE, STOPPED_FILE = "sweep.yaml", "stopped.json"
@@ -120,7 +120,7 @@ class SweepFolder(_Plan):
         content = read_yaml(file, str(file))
         plan = validated(_Plan, content, file)
         for name, times in Counter(run.name for run in plan.runs).items():
-            if not is_valid_name(name) or name in _RESERVED_NAMES or times > 1:
+            if not VALID_NAME.fullmatch(name) or name in _RESERVED_NAMES or times > 1:
                 raise UserError(f"{file}: runs: name = {name!r} is not a valid folder name or given twice")
         check_baseline(plan.baseline, [run.variant for run in plan.runs], f"{file}: ")
         return cls(path=path, plan=content, **vars(plan))

@@ -82,9 +82,8 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: i
     The trial gets only the environment `variables`. Raises UserError with its last line of output if it fails.
     """
     steps = min(TRIAL_STEPS, config.steps)
-    tracking = config.tracking.model_copy(
-        update={"mlflow": False, "tensorboard": False, "trackers": (), "callbacks": ()}
-    )
+    without = {"mlflow": False, "tensorboard": False, "trackers": (), "callbacks": ()}
+    tracking = config.tracking.model_copy(update=without)
     short = config.model_copy(update={"steps": steps, "tracking": tracking})
     with tempfile.TemporaryDirectory(prefix="bandpo-trial-") as scratch:
         start = time.perf_counter()

@@ -32,7 +32,7 @@ from bandpo_cli.experiments.preflight import check_config, read_numbers
 from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.settings import MethodSettings, TrustRegionSettings
 from bandpo_cli.settings_validation import Section, require
-from bandpo_cli.storage.run_folder import RunFolder, is_valid_name, shell_command
+from bandpo_cli.storage.run_folder import VALID_NAME, RunFolder, shell_command
 from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.storage.sweep_folder import SweepFolder, SweepRun, check_baseline
 from bandpo_cli.storage.tables import read_recorded_tokens
@@ -47,7 +47,6 @@ MATCH_PREFIX = "match:"
 
 DeltaMatcher = Callable[[TrustRegionSettings, str], float]
 """(trust region, method) -> the δ at which the region clips as many tokens as the method."""
-
 
 Settings = dict[str, Any]
 """Settings by dotted name, as in `--set`: {"bounds.delta": 0.05}."""
@@ -187,6 +186,8 @@ def plan_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: Pat
     if config.tuned_on is not None:
         tuned, tuning = _tuned_layers(config, config.tuned_on, runs_dir)
         runs, about = plan_tuned_runs(config, tuned, layers), {"tuning": asdict(tuning)}
+        if fork := SweepFolder.open(runs_dir, config.tuned_on).fork:
+            about["fork"] = (point := fork_point(fork, runs_dir)).text
     else:
         if config.recorded is not None:
             about |= {"recorded": config.recorded, "matched": {}}
@@ -212,13 +213,12 @@ def _tuned_layers(config: SweepConfig, sweep: str, runs_dir: Path) -> tuple[dict
 
     try:
         folder = SweepFolder.open(runs_dir, sweep)
-        tables = _read_finished(folder, runs_dir)
         used = {run.seed for run in folder.runs}
         if both := sorted(used.intersection(config.seeds)):
             others = ", ".join(map(str, sorted(used)))
             raise UserError(f"seed {both[0]} chose the settings in {sweep}; give seeds other than {others}")
         groups = {run.variant: run.group for run in folder.runs}
-        tuning = choose(folder.path.name, config.tuned_by, tables, groups)
+        tuning = choose(folder.path.name, config.tuned_by, _read_finished(folder, runs_dir), groups)
     except UserError as error:
         raise ConfigError(f"tuned_on: {error}") from None
     plans = {run.variant: folder.plan_path(run.name) for run in folder.runs}
@@ -337,7 +337,7 @@ def check_names(runs: Iterable[SweepRun]) -> None:
     """Raise ConfigError if a run's name is not a valid folder name, or two runs have the same one."""
     seen: dict[str, str] = {}
     for run in runs:
-        if not is_valid_name(run.name):
+        if not VALID_NAME.fullmatch(run.name):
             why = "gives no valid folder name of at most 200 characters; give it a shorter name in variants:"
             raise ConfigError(f"the variant '{run.variant:.100}' {why}")
         if (other := seen.setdefault(run.name, run.variant)) != run.variant:

@@ -174,9 +174,8 @@ def store_for_run(run: StoredRun, uri: str | None, environ: Mapping[str, str] = 
         runs_dir = runs_dir.parent
     experiment = str(run.tracking.get("experiment") or TrackingConfig().experiment)
     own = run.tracking.get("uri")
-    first = next(
-        (place.destination for place in read_places(run.path, MLFLOW) if place.project == experiment), None
-    )
+    places = read_places(run.path, MLFLOW)
+    first = next((place.destination for place in places if place.project == experiment), None)
     database = sqlite_path(first or "")
     if is_redacted(first) or (database is not None and not database.exists()):  # its file has moved
         first = None

@@ -23,16 +23,8 @@ from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.rollouts import SamplingSetup, set_up_sampling
 from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler
-from bandpo_cli.storage.checkpoints import (
-    ANY_PROBLEMS,
-    OPTIMIZER,
-    ROLLOUTS,
-    SHARDS,
-    STATE,
-    TRAINER,
-    Progress,
-    read_trainer_state,
-)
+from bandpo_cli.storage import checkpoints
+from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.tasks.task import ProblemStream, Task
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.rollout_batches import SampledGroups, read_sampled
@@ -93,7 +85,7 @@ class Components(SamplingSetup):
             StaleEngineError: the weights could not be sent to the sampler.
         """
         progress = load_checkpoint(self.policy, self.optimizer, checkpoint, progress)
-        if progress.problems not in (ANY_PROBLEMS, self.problems_digest):
+        if progress.problems not in (checkpoints.ANY_PROBLEMS, self.problems_digest):
             raise UserError(
                 f"{checkpoint}: the run trained on other problems than its task has now and cannot be resumed; "
                 "restore the original data, or start a new run"
@@ -107,12 +99,12 @@ class Components(SamplingSetup):
 
     def _read_ahead(self, checkpoint: Path, step: int) -> None:
         """Load the batches of the steps after `step` that the checkpoint has."""
-        if (path := checkpoint / ROLLOUTS).exists():
+        if (path := checkpoint / checkpoints.ROLLOUTS).exists():
             with reading_errors(checkpoint):
                 self.ahead = deque(read_sampled(path, self.stream, self.encoder, self.policy.tokenizer))
                 steps = [batch.step for batch in self.ahead]
                 if steps != [*range(step + 1, step + 1 + len(steps))]:
-                    raise ValueError(f"{ROLLOUTS} holds steps {steps}")
+                    raise ValueError(f"{checkpoints.ROLLOUTS} holds steps {steps}")
 
     def close(self) -> None:
         """Shut down the sampling engine and the grading processes.
@@ -183,16 +175,16 @@ def load_checkpoint(
         UserError: the checkpoint is damaged or belongs to another model.
     """
     ranks = policy.ranks
-    stored = ranks.agree(lambda: read_trainer_state(folder))[0]
+    stored = ranks.agree(lambda: checkpoints.read_trainer_state(folder))[0]
     progress = stored if progress is None else progress
     with reading_errors(folder):
         # Copied into the existing tensors, because optimizer, masters and sampler hold references to them.
         load_weights(policy.model, folder, ranks)
-        one_file = (folder / OPTIMIZER).exists()
+        one_file = (folder / checkpoints.OPTIMIZER).exists()
         if ranks.size == 1 and one_file:
-            state = load_file(folder / OPTIMIZER)
+            state = load_file(folder / checkpoints.OPTIMIZER)
         else:  # each rank reads its shards
-            saved = folder / (TRAINER if one_file else SHARDS)
+            saved = folder / (checkpoints.TRAINER if one_file else checkpoints.SHARDS)
             state = optimizer.empty_state(ranks.agree(lambda: saved_shapes(saved))[0])
             read_shards(saved, state, ranks)
         optimizer.load_state(state, progress.updates, progress.skipped_in_a_row)
@@ -210,6 +202,6 @@ def reading_errors(folder: Path) -> Iterator[None]:
         if find_out_of_memory(error):
             raise
         raise UserError(
-            f"{folder}: the checkpoint cannot be loaded: {reason_of(error)}; remove {folder / STATE} to resume from "
-            "the previous one"
+            f"{folder}: the checkpoint cannot be loaded: {reason_of(error)}; remove {folder / checkpoints.STATE} to "
+            "resume from the previous one"
         ) from None

@@ -24,18 +24,9 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.methods.importance_correction import importance_weights
 from bandpo_cli.methods.loss import LossBatch, PolicyLoss
+from bandpo_cli.models import packing
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.packing import (
-    TokenBatch,
-    balanced_owners,
-    batch_rows,
-    collate,
-    device_tensor,
-    empty_batch,
-    host_copy,
-    shared_rows,
-)
 from bandpo_cli.objective.advantages import wrong_peers
 from bandpo_cli.objective.policy_objective import AGGREGATIONS, entropy_threshold, off_policy_tokens
 from bandpo_cli.processes.ranks import Ranks
@@ -50,7 +41,7 @@ class MicroBatch(NamedTuple):
         sequences: [s] int64, index of each completion among the S of the update.
     """
 
-    tokens: TokenBatch
+    tokens: packing.TokenBatch
     span: Tensor
     sequences: Tensor
 
@@ -146,7 +137,7 @@ class Experience(LossBatch):
         """Return the weight of each token in the loss of the update, [N] float32, by `objective.aggregation`."""
         has_loss = torch.cat([part.has_loss for part in self.parts])
         lengths = torch.cat([part.lengths for part in self.parts])
-        counted = device_tensor(has_loss.nonzero().squeeze(1), lengths.device)
+        counted = packing.device_tensor(has_loss.nonzero().squeeze(1), lengths.device)
         weights = torch.zeros(len(lengths), device=lengths.device)
         weights[counted] = AGGREGATIONS[aggregation](lengths[counted], max_tokens)
         return weights[: len(self.lengths)].repeat_interleave(self.lengths, output_size=self.tokens)
@@ -232,9 +223,9 @@ class Experience(LossBatch):
     def on_host(self) -> Experience:
         """Return the experience without micro-batches, with `host_copy` of its tensors."""
         tensors: dict[str, Any] = {
-            name: host_copy(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: packing.host_copy(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        columns = {name: host_copy(column) for name, column in self.columns.items()}
+        columns = {name: packing.host_copy(column) for name, column in self.columns.items()}
         left_out = None if self.left_out is None else self.left_out.on_host()
         return replace(self, micro_batches=(), columns=columns, left_out=left_out, **tensors)
 
@@ -306,7 +297,7 @@ def _with_chosen(experience: Experience, share: float) -> Experience:
     columns = []
     for part in experience.parts:
         assert part.entropy is not None
-        has_loss = device_tensor(part.has_loss, part.lengths.device)
+        has_loss = packing.device_tensor(part.has_loss, part.lengths.device)
         columns.append(part.entropy[has_loss.repeat_interleave(part.lengths, output_size=part.tokens)])
     if not len(entropy := torch.cat(columns)):
         return experience
@@ -349,18 +340,18 @@ def _sampled(
     if not all(completion.token_ids for completion in completions):
         raise RunError("the sampler returned a completion without a token, not even an end token")
     peers = [share for group in groups for share in wrong_peers(group)]
-    lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
-    sampler_logprobs = device_tensor(np.concatenate([item.logprobs for item in completions]), device)
+    lengths = packing.device_tensor([len(completion.token_ids) for completion in completions], device)
+    sampler_logprobs = packing.device_tensor(np.concatenate([item.logprobs for item in completions]), device)
     entropy = None
     if all(len(item.entropies) == len(item.token_ids) for item in completions):
-        entropy = device_tensor(np.concatenate([item.entropies for item in completions]), device)
+        entropy = packing.device_tensor(np.concatenate([item.entropies for item in completions]), device)
     return Experience(
         groups=groups,
         micro_batches=(),
         order=None,
         lengths=lengths,
         has_loss=has_loss_PG[chosen_P].flatten(),
-        wrong_peers=device_tensor(peers, device, torch.float32),
+        wrong_peers=packing.device_tensor(peers, device, torch.float32),
         advantages=advantages.repeat_interleave(lengths, output_size=len(sampler_logprobs)),
         sampler_logprobs=sampler_logprobs,
         old_logprobs=sampler_logprobs,
@@ -380,22 +371,22 @@ def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int)
     prompts_P = [group.rollouts_G[0].prompt_ids for group in groups]
     completions_PG = [[rollout.completion.marked_ids for rollout in group.rollouts_G] for group in groups]
     lengths_PG = [[*map(len, completions_G)] for completions_G in completions_PG]
-    owners_PG = np.array(balanced_owners([*map(len, prompts_P)], lengths_PG, ranks.size))
+    owners_PG = np.array(packing.balanced_owners([*map(len, prompts_P)], lengths_PG, ranks.size))
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
     token_owners = owners_PG.repeat([len(rollout.completion.token_ids) for rollout in rollouts])
     sequences, tokens = (np.flatnonzero(owners == ranks.rank) for owners in (owners_PG, token_owners))
     batches = []
-    own_rows = shared_rows(prompts_P, completions_PG, (owners_PG == ranks.rank).tolist())
-    for rows in batch_rows(own_rows, max_tokens):
-        batch = collate(rows, device)
+    own_rows = packing.shared_rows(prompts_P, completions_PG, (owners_PG == ranks.rank).tolist())
+    for rows in packing.batch_rows(own_rows, max_tokens):
+        batch = packing.collate(rows, device)
         n, s = len(batch.targets), sum(len(row.completions) for row in rows)
-        places = (device_tensor(tokens[:n], device), device_tensor(sequences[:s], device))
+        places = (packing.device_tensor(tokens[:n], device), packing.device_tensor(sequences[:s], device))
         batches.append(MicroBatch(batch, *places))
         tokens, sequences = tokens[n:], sequences[s:]
     if missing := max(ranks.gather(len(batches))) - len(batches):
-        none = device_tensor([], device, torch.int64)
-        batches += [MicroBatch(empty_batch(policy.pad_id, device), none, none)] * missing
-    order = None if ranks.size == 1 else device_tensor(token_owners.argsort(kind="stable"), device)
+        none = packing.device_tensor([], device, torch.int64)
+        batches += [MicroBatch(packing.empty_batch(policy.pad_id, device), none, none)] * missing
+    order = None if ranks.size == 1 else packing.device_tensor(token_owners.argsort(kind="stable"), device)
     return replace(experience, micro_batches=batches, order=order)
 
 

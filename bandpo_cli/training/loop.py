@@ -104,7 +104,7 @@ def train(
             adapts = config.objective.entropy_target is not None
             settings = with_entropy_bonus(config, components.entropy_bonus) if adapts else config
             scheduled = config.bounds.scheduled(step, config.steps)
-            with work, timer.phase("logprobs"):
+            with work.counted(), timer.phase("logprobs"):
                 # → advantages → token batches → old log-probs → bounds
                 advantages_PG = step_advantages(config, rollouts.groups)
                 loss = policy_loss(config.bounds.model_copy(update=scheduled), settings.objective)
@@ -112,7 +112,7 @@ def train(
                 exact = sampling.max_lag == 0 and is_exact(components.sampler, policy)
                 graded = rollouts.groups, advantages_PG
                 experiences = prepare_updates(policy, components.reference, *graded, loss, settings, exact)
-            with work, timer.phase("update"):
+            with work.counted(), timer.phase("update"):
                 # → loss → optimizer step, once per experience
                 run = folder.path if is_main else None
                 on_bad_update = partial(handle_bad_update, config, optimizer, step, run)

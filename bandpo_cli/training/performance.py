@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import TYPE_CHECKING, Any, Self
@@ -138,8 +138,8 @@ def peak_flops(device_name: str) -> float | None:
     return PEAK_FLOPS[max(matching, key=lambda key: len(key.split()))] if matching else None
 
 
-class PackedWork(AbstractContextManager["PackedWork"]):
-    """Counts of a model's packed forward passes within the context since the last call of `metrics`.
+class PackedWork:
+    """Counts of a model's packed forward passes within `counted` since the last call of `metrics`.
 
     Two FLOPs per weight and token for the layers, two per weight and predicted token for the output layer, and four
     per layer, head dimension and pair of a token with one that it attends to. (Chowdhery et al. 2022, arXiv:2204.02311,
@@ -190,15 +190,15 @@ class PackedWork(AbstractContextManager["PackedWork"]):
         if self._device.type == "cuda" and is_known and in_16_bits:
             self.peak = peak_flops(torch.cuda.get_device_name(self._device))
 
-    def __enter__(self) -> Self:
-        """Count the passes from here on: those of a phase of training, all of which are packed."""
-        self._hooks = [model.register_forward_hook(self._add, with_kwargs=True) for model in self._models]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Count no further passes."""
-        for hook in self._hooks:
-            hook.remove()
+    @contextmanager
+    def counted(self) -> Iterator[Self]:
+        """Count the passes of the body, such as a phase of training, all of which are packed."""
+        hooks = [model.register_forward_hook(self._add, with_kwargs=True) for model in self._models]
+        try:
+            yield self
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _add(self, module: nn.Module, args: object, kwargs: Mapping[str, Any], output: object) -> None:
         """Count a packed forward pass; a forward hook."""

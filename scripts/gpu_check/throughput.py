@@ -216,7 +216,7 @@ def check_prime_rl(work: Work, name: str) -> Measured:
     updates.seconds(lengths_PG, PROMPT_TOKENS)
     if work.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    with PackedWork(updates.policy.model) as counted:
+    with PackedWork(updates.policy.model).counted() as counted:
         seconds = updates.seconds(lengths_PG, PROMPT_TOKENS)
     measured = Measured(
         {"tokens_per_s": 2 * tokens / seconds, "prime_rl_tokens_per_s": baseline.tokens_per_s}

@@ -19,12 +19,12 @@ import torch
 
 from bandpo_cli.__main__ import main
 from bandpo_cli.models import load as models_load
-from bandpo_cli.storage import run_folder
+from bandpo_cli.storage import tables
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training import checkpoint_writer
 
 WRITE = checkpoint_writer.write_tensors
-WRITE_TABLE = run_folder.write_eval_table
+WRITE_TABLE = tables.write_eval_table
 APPEND = RunFolder.append_metrics
 
 
@@ -75,7 +75,7 @@ if __name__ == "__main__":
     elif place == "step":
         RunFolder.append_metrics = step
     elif place == "slow":
-        run_folder.write_eval_table = slow
+        tables.write_eval_table = slow
     else:
         checkpoint_writer.write_tensors = {"kill": kill, "hold": hold}[place]
     main()

@@ -11,10 +11,13 @@ from unittest import mock
 import pandas as pd
 import pytest
 
+from bandpo_cli.experiments.eval_plan import plan_evaluation, plan_evaluation_resume
 from bandpo_cli.storage import run_folder
+from bandpo_cli.storage.run_folder import EvalFolder
 from tests.cli.eval_command import bandpo, record_of, samples_of, succeed, usage_error
 from tests.cli.processes import wait_until
 from tests.commands import Forked
+from tests.reports.sweep_folders import write_run
 from tests.tasks.stored_completions import FOREIGN
 
 SETTINGS = [
@@ -28,6 +31,19 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("uninterrupted")
     succeed("eval", *SETTINGS, "--name", "complete", cwd=place)
     return place / "runs" / "complete"
+
+
+def test_settings_of_training_contradict_no_evaluation(tmp_path: Path) -> None:
+    """6 prompts cannot be split into 4 updates, the default; a buffer of 6 tokens is not within 5."""
+    batch = ("sampling.prompts=6", "optim.updates=2")
+    write_run(tmp_path / "a", (*batch, "task.rewards=[{weight: 1}, format]", "objective.advantages=gdpo"))
+    write_run(tmp_path / "b", (*batch, "reward.overlong_buffer=6"))
+    plan_evaluation("a@0", runs_dir=tmp_path, settings={"task.rewards": None})
+    plan = plan_evaluation("b@0", runs_dir=tmp_path, max_tokens=5)
+    folder = EvalFolder.create(tmp_path, "e")
+    folder.write_record({"sets": {}, **plan.as_json()})
+    folder.samples_path.touch()
+    assert plan_evaluation_resume(folder).config.sampling == plan.config.sampling
 
 
 def start_slowly(place: Path, *arguments: str) -> Forked:

@@ -265,7 +265,7 @@ def test_the_summary_has_the_phases_of_all_steps_also_those_before_a_resume():
 
 
 def test_no_line_of_a_terminal_ends_between_a_number_and_its_unit():
-    quantities = ("0.49 s)", "≤ 8 tokens", "T = 1", "64 prompts", "× 16 = 1,024 completions")
+    quantities = ("1% (0.49 s)", "≤ 8 tokens", "T = 1", "64 prompts", "× 16 = 1,024 completions")
     for width in range(40, 100):
         out = io.StringIO()
         console = Console(file=out, width=width, force_terminal=True, color_system=None)

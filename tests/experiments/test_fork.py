@@ -19,7 +19,7 @@ from bandpo_cli.experiments import resume
 from bandpo_cli.experiments.eval_comparison import compare
 from bandpo_cli.experiments.plan import plan_fork
 from bandpo_cli.experiments.record import copy_parent
-from bandpo_cli.results import describe_run
+from bandpo_cli.results import describe_run, read_metrics_table
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,
     ROLLOUTS,
@@ -149,6 +149,8 @@ def test_evaluations_of_other_problems_are_not_compared_with_those_of_the_parent
     folder.append_metrics({"step": 3, **METRICS, SCORE: 0.125})
     assert describe_run("c", runs)["metrics"][SCORE] == {"first": (3, 0.125), "last": (3, 0.125)}
     assert describe_run("a", runs)["metrics"][SCORE]["first"] == (0, 0)
+    tables = [read_metrics_table(folder.metrics_path, comparable)[SCORE] for comparable in (False, True)]
+    assert [table.dropna().index.tolist() for table in tables] == [[0, 2, 3], [3]], "in reports"
     out = io.StringIO()
     result = RunResult(folder.path, "FINISHED", folder.read_metrics())
     print_summary(Console(file=out, width=100), plan.config, result, first_step=3)

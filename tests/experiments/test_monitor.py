@@ -95,6 +95,7 @@ def test_a_step_whose_tokens_are_all_masked_is_warned_of_once():
     assert "sampler/importance_masked_fraction 1" in warnings[3][0]
 
 
+@pytest.mark.slow
 def test_a_criterion_ends_a_run_which_resumes_with_another_limit(tmp_path, caplog):
     """It ends after step 3 with a checkpoint, also if it was killed after step 2, and is the start of the full run."""
     caplog.set_level(logging.WARNING, "bandpo_cli")

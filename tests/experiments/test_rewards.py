@@ -183,6 +183,7 @@ def test_few_problems_are_pointed_out(settings, expected):
         assert part in warning
 
 
+@pytest.mark.slow
 def test_the_coin_decides_the_reward_of_training_and_the_true_grader_the_evaluation(tmp_path: Path) -> None:
     """Coins are a function of seed, step and completion: a resume tosses the same, and the texts do not matter."""
     control = {"task": {"rewards": [{"weight": 0}, "random"]}}
@@ -204,6 +205,7 @@ def test_the_coin_decides_the_reward_of_training_and_the_true_grader_the_evaluat
     assert again.tolist() == coins.iloc[16:].tolist()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("coin", "reward"), [(0.0, 0.0), (1.0, 1.0)])
 def test_the_coin_has_the_configured_probability(coin: float, reward: float) -> None:
     folder = run_with({"weight": 0}, {"grader": "random"}, grading={"coin": coin})

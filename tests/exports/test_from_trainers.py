@@ -105,6 +105,8 @@ PLACES: list[tuple[dict[str, Any], dict[str, Any]]] = [
      {"model.lora.rank": 16, "model.lora.alpha": 128.0, "model.lora.target_modules": None}),
     ({"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
      {"sampling.engine": "vllm", "objective.importance": [{"rule": "token-truncate", "high": 3.0}]}),
+    ({"eval_strategy": "steps", "eval_steps": 4, "temperature": 0.7},
+     {"evaluation.every": 4, "evaluation.samples": 8, "evaluation.temperature": 0.7}),
     ({"lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "max_steps": 50}, {"optim.warmup_steps": 5}),
     ({"lr_scheduler_type": "constant", "warmup_steps": 9}, {"optim.warmup_steps": 0}),
     ({"reward_funcs": ["my.rewards.brief"]}, {"task.grader": "trl:my.rewards:brief"}),
@@ -119,11 +121,17 @@ def test_arguments_of_trl_have_the_settings_of_their_meaning(given, expected):
     resolve([Translation("trl", BASE | {"num_processes": 1} | given).layer()])
 
 
-def test_settings_that_a_run_would_refuse_are_reported():
-    given = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "num_processes": 1}
-    assert (
-        "entropy_target = 0.2 replaces; leave one of them out" in Translation("trl", BASE | given).missing[-1]
-    )
+def test_values_without_a_place_and_settings_that_a_run_would_refuse_are_reported():
+    given = {
+        "use_adaptive_entropy": True,
+        "entropy_coef": 0.01,
+        "top_entropy_quantile": 0.0,
+        "num_processes": 1,
+    }
+    found = Translation("trl", BASE | given)
+    assert "objective.entropy_bonus" not in found.settings
+    assert "entropy_coef = 0.01: the coefficient starts at 0" in found.missing
+    assert "bandpo train refuses these settings together: objective.top_entropy = 0.0: " in found.missing[-1]
 
 
 @pytest.mark.parametrize("method", LOSSES)

@@ -58,7 +58,7 @@ def _code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def environments(name: str = "Steps", size: int = 1, deadline: float = 20.0) -> EnvironmentPool:
-    return EnvironmentPool([f"worker_turns:{name}"], GradingConfig(deadline=deadline), size, 4)
+    return EnvironmentPool([f"worker_turns:{name}"], GradingConfig(deadline=deadline, workers=size))
 
 
 def results(pool: ToolPool, calls: Sequence[Sequence[Any]]) -> list[Any]:
@@ -127,9 +127,10 @@ def test_a_step_that_exceeds_the_deadline_ends_its_conversation_alone() -> None:
     assert other["messages"] == [{"role": "user", "content": "3"}]
 
 
-@pytest.mark.parametrize("killed", [1, 2])
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("killed", [2, 1])
 def test_the_death_of_an_idle_worker_affects_no_call(killed: int) -> None:
-    with closing(ToolPool(["worker_turns:pid"], GradingConfig(), 2, 4)) as pool:
+    with closing(ToolPool(["worker_turns:pid"], GradingConfig(workers=2))) as pool:
         while not pool._workers or not all(worker.ready for worker in pool._workers):
             pool.poll(0.1)
         kill(pool, killed)

@@ -31,11 +31,8 @@ def test_a_stopped_worker_is_named(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(watch, "stall_after", 0.3)
     config = GradingConfig(workers=1, deadline=60)
-    opened = (
-        GraderWorkers("stalled:judge", config, 1)
-        if kind == "grader"
-        else ToolPool(["stalled:add"], config, 1, 1)
-    )
+    is_grader = kind == "grader"
+    opened = GraderWorkers("stalled:judge", config) if is_grader else ToolPool(["stalled:add"], config)
     with closing(opened) as pool:
         pool.start()
         [process] = [worker.pid for worker in pool._workers]

@@ -76,7 +76,7 @@ def grader_warnings(ranks: Ranks) -> list[list[str]]:
     The pool has graded 10 answers on rank 0, 20 on rank 1, and failed on one per rank.
     """
     uses = {"math": GraderUse(10 * (ranks.rank + 1), 1, f"error of rank {ranks.rank}")}
-    components = SimpleNamespace(ranks=ranks, grader=SimpleNamespace(uses=lambda: uses), close=lambda: None)
+    components = SimpleNamespace(ranks=ranks, grader=SimpleNamespace(uses=uses), close=lambda: None)
     warnings = []
     for fails in (False, True):
         with (

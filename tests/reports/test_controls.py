@@ -56,6 +56,10 @@ def test_without_controls_or_without_other_variants_there_is_no_note() -> None:
     assert control_notes(tables({"random": [0.5, 0.6]}, settings)) == []
     (note,) = control_notes(tables({"clip": [0.5], "random": [0.3]}, settings))
     assert "is not shown to exceed that of each control: random +0.100 (one seed: no test; " in note
+    forks = tables({"clip": [0.5, 0.6], "random": [0.3, 0.3]}, settings)
+    forks.steps.loc[("clip", 1, 0), "accuracy"] = float("nan")
+    (note,) = control_notes(forks)
+    assert "no evaluation where they begin" in note
 
 
 def test_controls_are_known_by_their_settings(tmp_path: Path) -> None:

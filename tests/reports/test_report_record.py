@@ -72,7 +72,7 @@ def test_the_paragraph_has_the_facts_and_gives_differences_as_ranges(report):
     ):
         assert text in report.methods
     assert "t-tests" not in report.methods  # there is one common seed, so nothing was tested
-    assert not re.search(r"[{}]|\.\.|None|null|LoRA|Groups|continued|http:", report.methods)
+    assert not re.search(r"[{}]|\.\.|None|null|LoRA|Groups|Further|continued|http:", report.methods)
     assert report.methods in html.unescape(report.files["report.html"].read_text())
     assert report.methods.replace("_", "\\_") in report.files["report.md"].read_text()
 
@@ -80,9 +80,11 @@ def test_the_paragraph_has_the_facts_and_gives_differences_as_ranges(report):
 @pytest.mark.usefixtures("without_plots")
 def test_numbers_of_the_paragraph_come_from_the_records(tmp_path):
     sizes = ("model.lora.rank=7", "sampling.samples=5", "evaluation.problems=33")
-    folder = write_run(tmp_path / "a", (*sizes, "sampling.dynamic=true", *CLIP))
+    further = ("sampling.max_lag=2", "objective.top_entropy=0.2", "objective.dual_clip=null")
+    folder = write_run(tmp_path / "a", (*sizes, *further, "sampling.dynamic=true", *CLIP))
     methods = write_report(Selection("t", None, [VariantRun("clip", 0, folder)]), tmp_path / "out").methods
     assert "LoRA adapters had rank 7. " in methods
+    assert "settings: sampling.max_lag 2, objective.dual_clip null, objective.top_entropy 0.2. " in methods
     assert "Groups of completions with equal rewards were replaced by those of further prompts. " in methods
     assert "sampled 5 completions" in methods
     assert "at most 33 held-out" in methods

@@ -171,7 +171,7 @@ class Talk:
         key = environment, options.pop("deadline", 5.0)
         if key not in POOLS:
             pool, name = (ToolPool, "add") if environment is None else (EnvironmentPool, environment)
-            POOLS[key] = pool((f"turns_code:{name}",), GradingConfig(deadline=key[1], workers=2), 2, 4)
+            POOLS[key] = pool((f"turns_code:{name}",), GradingConfig(deadline=key[1], workers=2))
         self.pool = POOLS[key]
         self.tokenizer, self.encoder = tokenizer, PromptEncoder(tokenizer)
         self._options = {"max_turns": 4, "max_chars": 100} | options

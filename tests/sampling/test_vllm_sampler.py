@@ -21,12 +21,12 @@ from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling import sync_check, vllm_sampler
 from bandpo_cli.sampling.rollouts import check_engine_settings
 from bandpo_cli.sampling.sampler import (
+    EngineModel,
     SampleRequest,
     SamplingParams,
     StaleEngineError,
     TransformersSampler,
     build_sampler,
-    engine_model,
 )
 from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
@@ -166,7 +166,7 @@ def test_no_sleep_on_a_cpu_or_when_disabled(calls: list[str], device: str, sleep
 def test_each_of_several_ranks_has_an_engine_of_its_own() -> None:
     """torchrun's processes would be workers of one engine with vLLM's other executors."""
     single, several = (
-        vllm_sampler._engine_settings(RunConfig().sampling, engine_model(random_model()), False, ranks)
+        vllm_sampler._engine_settings(RunConfig().sampling, EngineModel.of(random_model()), False, ranks)
         for ranks in (SINGLE, Ranks(1, 2, 1))
     )
     assert several == {**single, "distributed_executor_backend": "external_launcher"}
@@ -176,7 +176,7 @@ def test_each_of_several_ranks_has_an_engine_of_its_own() -> None:
 def test_every_batch_that_occurs_has_a_cuda_graph_of_similar_size(most: int) -> None:
     """Up to 512 sequences vLLM's own sizes have this property."""
     config = RunConfig.model_validate({"sampling": {"max_sequences": most}}).sampling
-    sizes = vllm_sampler._engine_settings(config, engine_model(random_model()), False)[
+    sizes = vllm_sampler._engine_settings(config, EngineModel.of(random_model()), False)[
         "cudagraph_capture_sizes"
     ]
     assert (sizes is None) == (most <= 512)
@@ -387,7 +387,7 @@ def test_logits_in_float32_are_a_setting_of_models_in_16_bits() -> None:
         )
     config = RunConfig.model_validate({**vllm, "model": {"path": "embedded", "dtype": "bfloat16"}})
     check_engine_settings(config)
-    arguments = vllm_sampler._engine_settings(config.sampling, engine_model(random_model()), False)
+    arguments = vllm_sampler._engine_settings(config.sampling, EngineModel.of(random_model()), False)
     assert arguments["hf_overrides"] == {"head_dtype": "float32"}
 
 

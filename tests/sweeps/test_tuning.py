@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -11,6 +12,7 @@ from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.reports.tuned_settings import read_tuning
 from bandpo_cli.storage.sweep_folder import SweepFolder
+from bandpo_cli.sweeps import sweep_plan
 from bandpo_cli.sweeps.sweep_plan import SweepConfig, plan_from_config, plan_sweep
 from tests.reports.sweep_folders import write_plan, write_run
 
@@ -105,6 +107,14 @@ def test_the_area_can_decide(runs_dir):
 def test_a_run_that_has_reached_a_budget_can_be_chosen(runs_dir, reason, best):
     set_status(runs_dir, "clip-lr=1e-05-s100", "FINISHED", stopped_by=reason)
     assert settings_of(runs_dir, SweepConfig(tuned_on="tuning"))["clip"] == (best, None)
+
+
+def test_settings_that_forks_have_chosen_are_those_of_forks(runs_dir, monkeypatch):
+    plan, point = runs_dir / "tuning" / "sweep.yaml", mock.Mock(text="/a@2")
+    plan.write_text(f"{plan.read_text()}fork: /a@2\n")
+    monkeypatch.setattr(sweep_plan, "fork_point", lambda text, runs_dir: {"/a@2": point}[text])
+    request = plan_from_config(SweepConfig(tuned_on="tuning"), [], runs_dir)
+    assert (request.about["fork"], point.changes.call_count) == ("/a@2", len(request.runs))
 
 
 @pytest.mark.parametrize("stopped", [False, True])

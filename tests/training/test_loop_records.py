@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from bandpo_cli.errors import GraderFailedError
-from bandpo_cli.models import load
+from bandpo_cli.models import load, packing
 from bandpo_cli.models.load import release_cached_memory
 from bandpo_cli.storage.checkpoints import model_checkpoints
-from bandpo_cli.training import experience, loop, update
+from bandpo_cli.training import loop, update
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 from tests.training import recording as recording_module
 from tests.training.recording import (
@@ -433,7 +433,7 @@ def test_a_step_waits_for_the_device_a_few_times_per_update(
         copy.on_host = True  # type: ignore[attr-defined]
         return copy
 
-    for module in (experience, update):
+    for module in (packing, update):
         monkeypatch.setattr(module, "host_copy", copied)
     with reads:
         for _ in loop.train(

@@ -73,7 +73,7 @@ def test_the_flops_of_frozen_weights_have_no_gradient() -> None:
     )
     add_adapters(model, LoraSettings(rank=3), seed=0, base="")
     adapters = sum(adapter_parameter.numel() for _, adapter_parameter in adapter_parameters(model))
-    with PackedWork(model) as work:
+    with PackedWork(model).counted() as work:
         token_logprobs(model, collate([Row([1, 2, 3], [[4, 5]])], torch.device("cpu")))
         with_gradient = work.flops
         work.flops = 0.0

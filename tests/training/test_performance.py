@@ -49,7 +49,7 @@ def policy() -> Any:
 
 def test_padding_counts_the_positions_beyond_each_sequence(policy: Any) -> None:
     """A row with two completions and one with one: two blocks, so no padding; two rows of 44 and 41 share one."""
-    with PackedWork(policy.model) as work, torch.no_grad():
+    with PackedWork(policy.model).counted() as work, torch.no_grad():
         token_logprobs(policy.model, collate(ROWS, policy.device))
         assert (work.positions, work.padding) == (44 + 37, 0)
         token_logprobs(policy.model, collate([ROWS[0], Row([1] * 30, [[2] * 5, [3] * 6])], policy.device))
@@ -58,7 +58,7 @@ def test_padding_counts_the_positions_beyond_each_sequence(policy: Any) -> None:
 
 def test_copies_of_a_long_prompt_are_no_padding(policy: Any) -> None:
     """A row of more than 512 tokens is computed as one sequence per completion: 300 + 200 and 300 + 150 tokens."""
-    with PackedWork(policy.model) as work, torch.no_grad():
+    with PackedWork(policy.model).counted() as work, torch.no_grad():
         token_logprobs(policy.model, collate([Row([1] * 300, [[2] * 200, [3] * 150])], policy.device))
     assert (work.positions, work.padding) == (2 * 500, 50)
 
@@ -66,7 +66,11 @@ def test_copies_of_a_long_prompt_are_no_padding(policy: Any) -> None:
 def test_model_flops_are_those_of_the_matrix_products(policy: Any) -> None:
     """Independent: torch counts the products that it dispatches, apart from those within the attention kernel."""
     batch = collate([Row([1] * 40, [[2] * 8])], policy.device)
-    with PackedWork(policy.model) as work, FlopCounterMode(display=False) as counter, torch.no_grad():
+    with (
+        PackedWork(policy.model).counted() as work,
+        FlopCounterMode(display=False) as counter,
+        torch.no_grad(),
+    ):
         token_logprobs(policy.model, batch)
     config = policy.model.config
     per_pair = 4 * config.num_hidden_layers * config.hidden_size
@@ -74,7 +78,7 @@ def test_model_flops_are_those_of_the_matrix_products(policy: Any) -> None:
     counts = counter.get_flop_counts()["Global"].items()
     products = sum(flops for operator, flops in counts if "attention" not in str(operator))
     assert work.flops == pytest.approx(products + per_pair * (48 * 49 // 2), rel=1e-4)
-    with PackedWork(policy.model) as trained:
+    with PackedWork(policy.model).counted() as trained:
         token_logprobs(policy.model, batch)
     assert trained.flops == 3 * work.flops
 
@@ -83,10 +87,10 @@ def test_completions_of_a_row_do_not_attend_to_each_other(policy: Any) -> None:
     """The FLOPs of a shared row are those of its two rows, without the second pass over the prompt."""
     flops = []
     for row in (ROWS[0], *(Row(ROWS[0].prompt_ids, [completion]) for completion in ROWS[0].completions)):
-        with PackedWork(policy.model) as work, torch.no_grad():
+        with PackedWork(policy.model).counted() as work, torch.no_grad():
             token_logprobs(policy.model, collate([row], policy.device))
         flops.append(work.flops)
-    with PackedWork(policy.model) as prompt, torch.no_grad():
+    with PackedWork(policy.model).counted() as prompt, torch.no_grad():
         token_logprobs(policy.model, collate([Row([1] * 29, [[1]])], policy.device))
     head = 2 * policy.model.get_output_embeddings().weight.numel()
     assert flops[1] + flops[2] - flops[0] == prompt.flops - head
@@ -100,7 +104,7 @@ def test_utilisation_and_peak_memory_of_a_card(policy: Any, monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
     timer = StepTimer(lambda phase: None)
     timer._seconds = {"time/sample": 1.0, "time/logprobs": 0.5, "time/update": 1.5, "time/eval": 9.0}
-    with PackedWork(policy.model) as work:
+    with PackedWork(policy.model).counted() as work:
         work._device, work.peak, work.flops = torch.device("cuda"), 10e12, 1e12
         work.note_memory()
         metrics = work.metrics(
