@@ -53,16 +53,16 @@ class Translation:
         if not any(f"{key}.".startswith(sections) for key in keys):
             other = "verl" if trainer == "trl" else "trl"
             hint = f", but of {other}: --from {other}" if trainer_keys(other).keys() & keys else ""
-            names = textwrap.shorten(", ".join(keys), 200, placeholder=" …")
-            raise ConfigError(f"--from {trainer}: the file has no key of {self.title}{hint}; it has {names}")
+            found = textwrap.shorten(", ".join(keys), 200, placeholder=" …")
+            raise ConfigError(f"--from {trainer}: the file has no key of {self.title}{hint}; it has {found}")
         for key, row in self.rows.items():
             if "computed" not in row:
                 self._convert(key, row)
         {"trl": _trl, "verl": _verl}[trainer](self)
         unknown = [k for k, v in given.items() if v not in UNSET and not f"{k}.".startswith(sections)]
         if unknown:
-            names = textwrap.shorten(", ".join(unknown), 600, placeholder=" …")
-            self.missing.append(f"keys not in the table of {self.title} here: {names}")
+            found = textwrap.shorten(", ".join(unknown), 600, placeholder=" …")
+            self.missing.append(f"keys not in the table of {self.title} here: {found}")
         # Defaults of the other trainer that are the defaults here, too, are left out.
         names = ("task.name", "model.path", "bounds.method")
         tags: dict[str, Any] = {key: self.settings[key][0] for key in names if key in self.settings}
