@@ -220,8 +220,9 @@ class SweepView(ExperimentView):
         self.console.print(plan_table(info), highlight=False)
         finished = len(info.runs) - len(info.pending)
         processes = "" if info.ranks == 1 else f"{info.ranks} processes of "
-        line = f"{len(info.runs)} runs{f', {finished} of them finished' if finished else ''}, {info.slots} at a time"
-        print_line(self.console, f"{line}, {processes}{plural(info.threads, 'thread')} each")
+        runs = f"{plural(len(info.runs), 'run')}{f', {finished} of them finished' if finished else ''}"
+        each = f"{info.slots} at a time, {processes}{plural(info.threads, 'thread')} each"
+        print_line(self.console, f"{runs}, {each}")
         if not info.pending:
             return
         needed, free = (size / 1e9 for size in estimate_disk_space(info, self.runs_dir))

@@ -141,6 +141,8 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
     if revision is not None and (path in BUNDLED_MODELS or path_exists(user_path(path))):
         raise ConfigError(f"model.revision = {revision!r}: model.path = {path!r} is a folder; leave it out")
     sampling = config.sampling
+    if (limit := config.task.max_turn_tokens or 0) > (most := sampling.max_tokens):
+        raise ConfigError(f"task.max_turn_tokens = {limit} must be within sampling.max_tokens = {most}")
     check_engine(sampling.engine, config.model.device, sampling.max_lag > 0 and sampling.engine_process)
     return config, load_task(config)
 

@@ -181,7 +181,8 @@ def start_run(
     changeable = CHANGEABLE_SETTINGS if plan.is_resume else None
     loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable, on_estimate)
     config = copy_values(config, loaded, CHOSEN_AT_START)
-    check_same_on_all(components.ranks, repr(config), str(plan.step))
+    if components.ranks.size > 1:
+        check_same_on_all(components.ranks, repr(config), str(plan.step))
     if plan.step >= 0:  # a new run has the initial weights
         load_state(plan, config, components)
     return events, config, components

@@ -228,7 +228,8 @@ def meta_model(config: ModelConfig, model_config: PreTrainedConfig, **options: A
 
 def _load(config: ModelConfig, model_config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
     """Return the model on the CPU, after checks of its weights."""
-    model_files.check_weight_format(model_location(config), config.path)
+    if config.path not in BUNDLED_MODELS:
+        model_files.check_weight_format(model_location(config), config.path)
     disable_progress_bar()  # its progress bars would disturb the run's live view
     logger = logging.getLogger("transformers.modeling_utils")
     with loading_errors(config.path):

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -194,16 +195,14 @@ def plan_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: Pat
             match = _matcher(config.recorded, runs_dir, about["matched"])
         runs = plan_runs(config, layers, match)
     check_names(runs)
-    checked: set[Any] = set()
     for run, own in runs.items():
         if tuning is not None:
             tuning.check_chosen(run.variant, own)
         if point is not None:
             point.changes(own)  # raises for a setting that cannot change
-        sections = (own.model, own.task, own.bounds, own.sampling, own.objective.advantages)
-        if sections not in checked:  # a check loads the problems, and runs that differ in their seed share it
-            checked.add(sections)
-            check_config(own)
+    shared = attrgetter("model", "task", "bounds", "sampling", "objective.advantages")
+    for own in {shared(own): own for own in runs.values()}.values():  # a check loads the problems
+        check_config(own)
     return SweepPlan(runs, config.baseline, about, tuning)
 
 
@@ -285,7 +284,8 @@ def plan_runs(
     for (variant_name, own), *values in product((sweep.variants or {"": {}}).items(), *sweep.axes.values()):
         settings = {**own, **dict(zip(sweep.axes, values, strict=True))}
         # An axis without effect on the variant's method does not multiply it. `resolve` reports an unknown setting.
-        method = resolve([*base, nest({key: settings[key] for key in settings.keys() & {_METHOD}})]).bounds
+        chosen = {key: settings[key] for key in settings if key == _METHOD or not key.startswith("bounds.")}
+        method = resolve([*base, nest(chosen)]).bounds
         missing = fields - {f"bounds.{name}" for name in type(method).model_fields}
         without_effect = {key for key in sweep.axes if ".".join(key.split(".")[:2]) in missing}
         kept = {key: value for key, value in settings.items() if key not in without_effect}

@@ -25,7 +25,7 @@ from bandpo_cli.evaluation.evaluate import sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.grading.pool import all_calls_failed, grade_components
 from bandpo_cli.methods.loss import policy_loss
-from bandpo_cli.metric_names import TOTAL_SECONDS
+from bandpo_cli.metric_names import TOTAL_SECONDS, TOTALS
 from bandpo_cli.models.load import Policy, release_cached_memory
 from bandpo_cli.objective.advantages import estimate_advantages
 from bandpo_cli.objective.policy_objective import next_entropy_bonus
@@ -42,7 +42,7 @@ from bandpo_cli.training.metrics import (
     token_values,
     update_metrics,
 )
-from bandpo_cli.training.performance import PackedWork, RunTotals, StepTimer
+from bandpo_cli.training.performance import PackedWork, StepTimer, add_to_totals
 from bandpo_cli.training.rollout_batches import RolloutBatches, SampledGroups
 from bandpo_cli.training.update import AppliedUpdates, handle_bad_update, update_policy
 from bandpo_cli.types import Group, Rollout
@@ -80,13 +80,14 @@ def train(
     # vLLM caches prompts and turns. The transformers engine has no cache between the turns of a conversation.
     streams, sampling = components.sampler.streams, config.sampling
     has_cache = sampling.vllm.prefix_caching if streams else not config.task.functions
-    totals = RunTotals(components.ranks.on_main(folder.read_metrics) if first > 0 else [])
+    records = components.ranks.on_main(folder.read_metrics) if first > 0 else []
+    totals = {name: records[-1][name] if records else 0 for name in TOTALS}
     work = PackedWork(policy.model, components.ranks, reference, has_cache)
     about = config, components
     with CheckpointWriter(*about, folder) as writer, RolloutBatches(*about) as batches:
         finish_step = partial(_finish_step, *about, folder, writer, totals)
         if first == 0 and config.evaluation.is_due(0, config.steps):
-            yield finish_step(0, totals.add({}), StepTimer(watch), sample=None)
+            yield finish_step(0, {**totals}, StepTimer(watch), sample=None)
         for step in range(max(1, first), config.steps + 1):
             writer.check()
             if any(components.ranks.gather(stop())):
@@ -192,7 +193,7 @@ def _finish_step(
     components: Components,
     folder: RunFolder,
     writer: CheckpointWriter,
-    totals: RunTotals,
+    totals: dict[str, float],
     step: int,
     record: dict[str, float],
     timer: StepTimer,
@@ -209,7 +210,8 @@ def _finish_step(
         with timer.phase("checkpoint"):
             writer.prepare(step)
     line = {"step": step, **record, **timer.metrics()}
-    line |= totals.add({TOTAL_SECONDS: line["time/step"] - timer.seconds("eval", "checkpoint")})
+    seconds = line["time/step"] - timer.seconds("eval", "checkpoint")
+    line |= add_to_totals(totals, {TOTAL_SECONDS: seconds})
     if components.ranks.is_main:
         folder.append_metrics(line)
     if save:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.profiler import record_function
 from transformers import PreTrainedModel
 
-from bandpo_cli.metric_names import FLOPS, PROFILER_PREFIX, SAMPLED_TOKENS, TOTALS, TRAINED_TOKENS
+from bandpo_cli.metric_names import FLOPS, PROFILER_PREFIX, SAMPLED_TOKENS, TRAINED_TOKENS
 from bandpo_cli.models.packing import Packing
 from bandpo_cli.models.weights import forward_dtype
 from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count, silent_ranks
@@ -91,17 +91,11 @@ class StepTimer:
         return {**self._seconds, "time/step": time.perf_counter() - self._start}
 
 
-class RunTotals:
-    """What a run has taken up to now (`metric_names.TOTALS`), from the last line of its record on."""
-
-    def __init__(self, records: Sequence[Mapping[str, Any]]) -> None:
-        last: Mapping[str, Any] = records[-1] if records else dict.fromkeys(TOTALS, 0)
-        self._totals: dict[str, float] = {name: last[name] for name in TOTALS}
-
-    def add(self, taken: Mapping[str, float]) -> dict[str, float]:
-        """Add what a step, or a part of it, has taken; return the totals."""
-        self._totals = {name: total + taken.get(name, 0) for name, total in self._totals.items()}
-        return {**self._totals}
+def add_to_totals(totals: dict[str, float], taken: Mapping[str, float]) -> dict[str, float]:
+    """Add what a step, or a part of it, has taken to the totals of its run, in place; return a copy of them."""
+    for name, amount in taken.items():
+        totals[name] += amount
+    return {**totals}
 
 
 def sampling_rows(groups: Iterable[Group], prompt_once: bool) -> Iterator[tuple[int, ...]]:
@@ -239,7 +233,7 @@ class PackedWork:
         timer: StepTimer,
         rollouts: SampledGroups,
         trained: Sequence[Experience],
-        totals: RunTotals,
+        totals: dict[str, float],
         released: int = 0,
     ) -> dict[str, float]:
         """Return the metrics of a step and start counting the next one.
@@ -265,7 +259,7 @@ class PackedWork:
             metrics["perf/sampled_tokens_per_s"] = rollouts.tokens / rollouts.seconds
         sampling = self.flops_of(sampling_rows(rollouts.sampled, self._prompt_once))
         taken = {SAMPLED_TOKENS: rollouts.tokens, TRAINED_TOKENS: trained_tokens, FLOPS: flops + sampling}
-        metrics |= totals.add(taken)
+        metrics |= add_to_totals(totals, taken)
         if self.peak is not None:
             metrics["perf/model_flop_utilisation"] = flops / (training * self.peak * self._ranks.size)
         if self._device.type == "cuda":

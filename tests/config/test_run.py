@@ -20,7 +20,6 @@ from bandpo_cli.errors import ConfigError
         ([], "sampling.min_p=0.05", "sampling.min_p=0.0"),
         (["reward.correct=0.5"], "reward.wrong=0.5", "reward.wrong=0.4"),
         (["sampling.max_tokens=20"], "reward.overlong_buffer=21", "reward.overlong_buffer=20"),
-        (["task.name=calculator"], "task.max_turn_tokens=49", "task.max_turn_tokens=48"),
         (["evaluation={temperature: 0, k: [1]}"], "evaluation.samples=2", "evaluation.samples=1"),
         (["evaluation.k=[4]"], "evaluation.samples=3", "evaluation.samples=4"),
         ([], "checkpoint.best_metric=time/step", "checkpoint.best_metric=train/accuracy"),

@@ -167,9 +167,11 @@ def test_data_sets_are_pinned(hub, tmp_path, monkeypatch):
         ({"task": {"revisions": {"openai/gsm8": "v1"}}}, r"'openai/gsm8' is no data set.*it reads openai/gsm8k"),
         ({"task": {"name": "data", "train": ["x.jsonl"], "revisions": {"a/b": "v"}}}, "it reads local files only"),
         ({"model": {"path": "embedded", "revision": "v1"}, "task": {"name": "countdown"}}, "'embedded' is a folder"),
+        ({"model": {"path": "embedded-calculator"}, "task": {"name": "calculator", "max_turn_tokens": 49}},
+         "max_turn_tokens = 49 must be within sampling.max_tokens = 48"),
     ],
 )  # fmt: skip
-def test_revisions_that_have_no_effect_are_refused(layer, message):
+def test_settings_that_have_no_effect_are_refused(layer, message):
     config = resolve([{"model": {"path": MODEL}, "task": {"name": "gsm8k"}}, layer])
     with pytest.raises(ConfigError, match=message):
         check_config(config)

@@ -72,6 +72,9 @@ def test_base_layers_and_fixed_settings_apply_to_all_runs():
     sweep = SweepConfig(fixed={"steps": 7, "optim": {"lr": 1e-3}}, axes={"bounds.delta": [0.1, 0.2]})
     for config in plan_runs(sweep, [{"steps": 3, "sampling": {"samples": 8}}]).values():
         assert (config.steps, config.optim.lr, config.sampling.samples) == (7, 1e-3, 8)
+    # 6 prompts cannot be split into 4 updates, the default.
+    axes = {"optim.updates": [2, 3]}
+    assert variants([{"sampling": {"prompts": 6}}], axes=axes) == ["updates=2", "updates=3"]
 
 
 @pytest.mark.parametrize(

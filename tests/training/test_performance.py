@@ -16,8 +16,8 @@ from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.training.performance import (
     PEAK_FLOPS,
     PackedWork,
-    RunTotals,
     StepTimer,
+    add_to_totals,
     peak_flops,
     sampling_rows,
 )
@@ -108,7 +108,7 @@ def test_utilisation_and_peak_memory_of_a_card(policy: Any, monkeypatch: pytest.
         work._device, work.peak, work.flops = torch.device("cuda"), 10e12, 1e12
         work.note_memory()
         metrics = work.metrics(
-            timer, SampledGroups(1, 0, 0, 0, 1.0, [], []), [], RunTotals([]), released=4 * 2**30
+            timer, SampledGroups(1, 0, 0, 0, 1.0, [], []), [], dict.fromkeys(TOTALS, 0), released=4 * 2**30
         )
     assert metrics["perf/model_flop_utilisation"] == pytest.approx(0.05)
     assert metrics["perf/peak_memory_gib"] == 3.0, "that of the updates, without the engine"
@@ -185,10 +185,12 @@ def test_a_prompt_and_the_turns_before_are_computed_once_or_each_time(
     assert [*sampling_rows([Group(problem, tuple(rollouts))], prompt_once)] == rows
 
 
-def test_totals_continue_from_the_record() -> None:
-    totals = RunTotals([{"step": 3, **dict.fromkeys(TOTALS, 7)}])
-    assert totals.add({"compute/flops": 2.0}) == {**dict.fromkeys(TOTALS, 7), "compute/flops": 9.0}
-    assert RunTotals([]).add({}) == dict.fromkeys(TOTALS, 0)
+def test_totals_add_up() -> None:
+    totals: dict[str, float] = dict.fromkeys(TOTALS, 7)
+    first = add_to_totals(totals, {"compute/flops": 2.0})
+    assert first == {**dict.fromkeys(TOTALS, 7), "compute/flops": 9.0}
+    add_to_totals(totals, {"compute/flops": 1.0})
+    assert (first["compute/flops"], totals["compute/flops"]) == (9.0, 10.0), "an earlier copy stays"
 
 
 def test_of_a_mixture_of_experts_the_active_weights_count(policy: Any) -> None:
