@@ -27,8 +27,8 @@ NotEmpty = Annotated[str, Field(min_length=1)]
 AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
 """A single item need not be in a list."""
 
-_MAX_PEERS = 7
-"""Methods or tasks that an error lists as having a setting."""
+_MAX_NAMES = 7
+"""Methods, tasks or further unknown keys that an error lists."""
 
 
 class Section(BaseModel):
@@ -142,26 +142,31 @@ def check_keys(
     for key in unknown:
         having = [peer for peer, settings in peers.items() if key in settings.model_fields]
         name, value = str(key), values[key]
-        while isinstance(value, dict) and value and setting_for(name) is None:
+        while isinstance(value, dict) and value and not (setting_for(name) or option_for(name)):
             inner, value = next(iter(value.items()))
             name += f".{inner}"
-        meant = setting_for(name) if issubclass(cls, Section) and not having else None
+        is_setting = issubclass(cls, Section) and not having
+        meant, option = (setting_for(name), option_for(name)) if is_setting else (None, None)
         near = f" (did you mean '{meant}'?)" if meant else nearest(str(key), known)
+        near = f" (use {option})" if option else near
         near = "; indent it below its section" if meant == key else near
-        more = f" and {len(having) - _MAX_PEERS} more" if len(having) > _MAX_PEERS else ""
-        peers_text = f"{', '.join(having[:_MAX_PEERS])}{more}"
-        elsewhere = f"; a setting of {peers_text}: add {tag}: {having[0]}" if having else ""
+        elsewhere = f"; a setting of {_first_names(having)}: add {tag}: {having[0]}" if having else ""
         if key == "grader" and "rewards" in known:  # that of a generated task is fixed; others can be added
             grader = trainer_keys("rewards").get(str(values[key]), values[key])
             elsewhere += (
                 f", or add a reward to its own: --set 'task.rewards=[{{}}, {{grader: \"{grader}\"}}]'"
             )
         raise key_error(
-            name if meant else key,
+            name if meant or option else key,
             f": no such setting{of}{near}; known: {', '.join(known) or 'none'}{elsewhere}"
-            + (f"; also unknown: {', '.join(map(str, unknown[1:]))}" if len(unknown) > 1 else ""),
+            + (f"; also unknown: {_first_names(unknown[1:])}" if len(unknown) > 1 else ""),
         )
     return values
+
+
+def _first_names(names: Sequence[object]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{', '.join(map(str, names[:_MAX_NAMES]))}{more}"
 
 
 def describe_error(error: ValidationError, within: Sequence[str] = ()) -> tuple[str, list[int | str]]:

@@ -199,7 +199,6 @@ class SweepView(ExperimentView):
         "trial": "a trial of three steps, for an estimate of the time; it takes about half a minute …",
         "report": "writing the report …",
     }
-    announced = "check", "trial"
 
     def __init__(self, console: Console, runs_dir: Path) -> None:
         super().__init__(console, runs_dir)
@@ -221,8 +220,9 @@ class SweepView(ExperimentView):
         self.console.print(plan_table(info), highlight=False)
         finished = len(info.runs) - len(info.pending)
         processes = "" if info.ranks == 1 else f"{info.ranks} processes of "
-        line = f"{len(info.runs)} runs{f', {finished} of them finished' if finished else ''}, {info.slots} at a time"
-        print_line(self.console, f"{line}, {processes}{plural(info.threads, 'thread')} each")
+        runs = f"{plural(len(info.runs), 'run')}{f', {finished} of them finished' if finished else ''}"
+        each = f"{info.slots} at a time, {processes}{plural(info.threads, 'thread')} each"
+        print_line(self.console, f"{runs}, {each}")
         if not info.pending:
             return
         needed, free = (size / 1e9 for size in estimate_disk_space(info, self.runs_dir))
@@ -242,13 +242,15 @@ class SweepView(ExperimentView):
         print_line(self.console, line)
 
     def phase(self, name: str) -> None:
-        """Show the live table while the runs are executed, a spinner in other phases."""
+        """Show the live table while the runs are executed, a spinner in other phases; a file gets lines instead."""
         if name == "run":
             self.show_progress()
         if name == "report":
             self.stop_progress()
             self.console.print()
         super().phase(name)
+        if name in ("check", "trial") and not self.console.is_terminal:
+            print_line(self.console, self.spinners[name])
 
     def step(self, report: States) -> None:
         self._states = report

@@ -48,14 +48,21 @@ class Translation:
         self.settings: dict[str, tuple[Any, str]] = {}
         self.missing: list[str] = []
         self._defaults: set[str] = set()  # settings that follow from defaults only
+        sections = tuple(f"{name}." for name in self.rows)
+        keys = [key for key in given if key != "num_processes"]
+        if not any(f"{key}.".startswith(sections) for key in keys):
+            other = "verl" if trainer == "trl" else "trl"
+            hint = f", but of {other}: --from {other}" if trainer_keys(other).keys() & keys else ""
+            found = textwrap.shorten(", ".join(keys), 200, placeholder=" …")
+            raise ConfigError(f"--from {trainer}: the file has no key of {self.title}{hint}; it has {found}")
         for key, row in self.rows.items():
             if "computed" not in row:
                 self._convert(key, row)
         {"trl": _trl, "verl": _verl}[trainer](self)
-        sections = tuple(f"{name}." for name in self.rows)
         unknown = [k for k, v in given.items() if v not in UNSET and not f"{k}.".startswith(sections)]
         if unknown:
-            self.missing.append(f"keys not in the table of {self.title} here: {', '.join(unknown):.600}")
+            found = textwrap.shorten(", ".join(unknown), 600, placeholder=" …")
+            self.missing.append(f"keys not in the table of {self.title} here: {found}")
         # Defaults of the other trainer that are the defaults here, too, are left out.
         names = ("task.name", "model.path", "bounds.method")
         tags: dict[str, Any] = {key: self.settings[key][0] for key in names if key in self.settings}

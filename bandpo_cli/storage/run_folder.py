@@ -288,6 +288,8 @@ def not_found(kind: str, text: str, runs_dir: Path, marker: str) -> UserError:
         for folder in filter(is_run_folder, existing.absolute().parents):
             return UserError(f"{existing} is in the folder of a run; name the run: {relative_to_cwd(folder)}")
         return UserError(f"{existing} is not a run: it has no config.yaml; start a new run")
+    if kind == "run" and (found := find_run(text, runs_dir)):
+        return UserError(f"{text}: name the run alone; samples and view have --step {found[1]}")
     if not path_exists(runs_dir):
         return UserError(f"no {kind} {text[:200]!r}: there is no folder {runs_dir}; --runs-dir names another")
     names = folders_containing(runs_dir, marker)

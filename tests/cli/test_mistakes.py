@@ -67,9 +67,12 @@ MISTAKES: dict[str, list[str]] = {
     "train --set sampling.prompts 4": ["extra argument(s) (4); use KEY=VALUE after --set (see"],
     "train --samples 8": ["use --set sampling.samples=VALUE or --set evaluation.samples=VALUE (see bandpo train"],
     "sweep --schedule cosine": ["No such option: --schedule; use --set optim.schedule=VALUE or --axis"],
+    "samples first@1": ["first@1: name the run alone; samples and view have --step 1"],
     "samples first -k 3": ["No such option: -k (see bandpo samples --help)"],
     "train --set lr=1e-5": ["lr: no such setting (did you mean 'optim.lr'?)"],
     "train --set data.train_batch_size=4": ["train_batch_size: no such setting (did you mean 'sampling.prompts'?)"],
+    "train --set trainer.total_epochs=3": ["trainer.total_epochs: no such setting (use --steps N, the number of"],
+    "train trainer.total_epochs=3": ["extra argument(s) (trainer.total_epochs=3); use --steps N"],
     "train --set lora.rank=8": ["lora.rank: no such setting (did you mean 'model.lora.rank'?)"],
     # several values where one is expected
     "train --delta 0.01,0.05": [

@@ -57,6 +57,23 @@ def test_a_run_without_an_equivalent_is_refused(given, problem):
         trl(**given)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "given", "problem"),
+    [
+        (
+            "trl",
+            {"data.train_batch_size": 8, "num_processes": 1},
+            "no key of TRL, but of verl: --from verl; it",
+        ),
+        ("verl", BASE, "no key of verl, but of trl: --from trl; it has model_name_or_path, dataset_name"),
+        ("verl", {"frobnicate": 1}, "no key of verl; it has frobnicate"),
+    ],
+)
+def test_a_file_of_another_trainer_is_refused(trainer, given, problem):
+    with pytest.raises(ConfigError, match=problem):
+        Translation(trainer, given)
+
+
 def test_defaults_of_trl_that_differ_are_stated():
     found = trl()
     expected = {
