@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -216,8 +216,6 @@ class ExperimentView(CallbackBase):
 
     spinners: Mapping[str, str] = {}
     """The text beside the spinner, by phase."""
-    announced: Sequence[str] = ()
-    """Phases that may take minutes: a file gets their text as a line."""
 
     def __init__(self, console: Console, runs_dir: Path = Path("runs")) -> None:
         self.console, self.runs_dir = console, runs_dir
@@ -254,8 +252,6 @@ class ExperimentView(CallbackBase):
     def phase(self, name: str) -> None:
         """Show the spinner of a phase that has one."""
         self.spin(self.spinners.get(name))
-        if name in self.announced and not self.console.is_terminal:
-            print_line(self.console, self.spinners[name])
 
     def show_progress(self) -> None:
         """Show progress until `stop_progress`: four times per second on a terminal, elsewhere by `update_progress`."""

@@ -107,9 +107,8 @@ def runs(
     for run in runs:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started_ms / 1000))
         steps, started = ("", "") if run.status is None else (f"{run.step:,}/{run.steps:,}", started)
-        accuracies = run.heldout, run.accuracy
-        if run.nonbinary_rewards and not any(accuracies):  # rewards of a scale that may never reach 1
-            accuracies = None, None
+        is_scale = run.nonbinary_rewards and not (run.heldout or run.accuracy)  # that may never reach 1
+        accuracies = (None, None) if is_scale else (run.heldout, run.accuracy)
         values = *accuracies, run.entropy, run.heldout_reward, run.reward
         numbers = ("" if value is None else f"{value:.3f}" for value in values)
         texts = run.name, run.method, run.task, run.state, steps, *numbers, started, run.parent or ""

@@ -204,7 +204,6 @@ class SweepView(ExperimentView):
         "trial": "a trial of three steps, for an estimate of the time; it takes about half a minute …",
         "report": "writing the report …",
     }
-    announced = "check", "trial"
 
     def __init__(self, console: Console, runs_dir: Path) -> None:
         super().__init__(console, runs_dir)
@@ -248,13 +247,15 @@ class SweepView(ExperimentView):
         print_line(self.console, line)
 
     def phase(self, name: str) -> None:
-        """Show the live table while the runs are executed, a spinner in other phases."""
+        """Show the live table while the runs are executed, a spinner in other phases; a file gets lines instead."""
         if name == "run":
             self.show_progress()
         if name == "report":
             self.stop_progress()
             self.console.print()
         super().phase(name)
+        if name in ("check", "trial") and not self.console.is_terminal:
+            print_line(self.console, self.spinners[name])
 
     def step(self, report: States) -> None:
         self._states = report

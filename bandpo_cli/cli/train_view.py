@@ -254,10 +254,8 @@ class TrainView(ExperimentView):
                 values.append(value)
         if held_out := eval_metrics_text(known):
             self._held_out.append((known["step"], held_out))
-        if self._hidden == "train/reward" and has_nonbinary_rewards(known):
-            self._hidden = "train/accuracy"
-        if self._hidden == "train/accuracy" and any(self._history["train/accuracy"]):
-            self._hidden = ""
+        if self._hidden and has_nonbinary_rewards(known):
+            self._hidden = "" if any(self._history["train/accuracy"]) else "train/accuracy"
         self._skipped += int(known.get("optim/skipped_updates", 0))
         self._last = known
 

@@ -221,7 +221,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             return self.keys, self.values
         before = self.get_seq_length()
         length = before + key_states.shape[-2]
-        if not self._buffers or self._buffers[0].shape[-2] < length:
+        # Sequences that were repeated or selected are copies, which lie outside of the buffers.
+        is_stored = self._buffers and self.keys.data_ptr() == self._buffers[0].data_ptr()
+        if not is_stored or self._buffers[0].shape[-2] < length:
             room = min(self._most, length + max(MIN_SPARE_TOKENS, int(SPARE_SHARE * length)))
             stored = self.keys, self.values
             self._buffers = [item.new_empty(*item.shape[:2], room, item.shape[3]) for item in stored]
@@ -231,16 +233,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             buffer[:, :, before:length] = states
         self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
         return self.keys, self.values
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence."""
-        super().batch_repeat_interleave(repeats)
-        self._buffers = []
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences of the indices."""
-        super().batch_select_indices(indices)
-        self._buffers = []
 
 
 def growing_cache(model: PreTrainedModel, most_tokens: int) -> DynamicCache:
