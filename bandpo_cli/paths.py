@@ -33,6 +33,13 @@ def user_path(text: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
+def given_path(value: Any, name: str = "runs_dir") -> Path:
+    """Return a path that a script has given as `name`. Raises UserError for any other value."""
+    if not isinstance(value, str | os.PathLike):
+        raise UserError(f"{name} = {value!r:.80}: expected a path")
+    return Path(value)
+
+
 path_exists = os.path.exists
 """Unlike `Path.exists`, False for a file that is not accessible and for a name that no file can have."""
 

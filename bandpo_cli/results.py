@@ -37,7 +37,7 @@ from bandpo_cli.metric_names import (
     has_nonbinary_rewards,
     heldout_mean,
 )
-from bandpo_cli.paths import path_exists, read_json_object
+from bandpo_cli.paths import given_path, path_exists, read_json_object
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.files import file_checksum, is_locked, iterate_metrics, step_of
 from bandpo_cli.storage.run_folder import RECORD_FILE, RunFolder, find_folder
@@ -130,7 +130,7 @@ def list_runs(
 
     Raises UserError if there is no folder `runs_dir`, except the default one, which the first run makes.
     """
-    root = Path(runs_dir)
+    root = given_path(runs_dir)
     if not root.is_dir() and root != Path("runs"):
         raise UserError(f"--runs-dir {root}: there is no such folder; bandpo train makes it")
     method = None if method is None else method_name(method).replace(":", "-").replace(".", "-")
@@ -234,9 +234,9 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
 
     Raises UserError if there is no such run, or its folder is damaged.
     """
-    folder = RunFolder.open(Path(runs_dir), run)
+    folder = RunFolder.open(given_path(runs_dir), run)
     path = folder.path
-    overview = _read_overview(path, Path(runs_dir))
+    overview = _read_overview(path, given_path(runs_dir))
     config = resolve([read_layer(path / "config.yaml", "run settings")])
     env = read_json_object(path / "env.json") if path_exists(path / "env.json") else {}
     hardware = env.get("hardware")
@@ -317,7 +317,7 @@ def metrics(run: Path | str, runs_dir: Path | str = "runs") -> DataFrame:
     The index is `step`, the columns are the names of docs/metrics.md, such as `train/accuracy`. `run` is the folder of
     a run, or its name in `runs_dir`. Raises UserError if there is no such run, or metrics.jsonl is damaged.
     """
-    return read_metrics_table(RunFolder.open(Path(runs_dir), str(run)).metrics_path)
+    return read_metrics_table(RunFolder.open(given_path(runs_dir), str(run)).metrics_path)
 
 
 def read_metrics_table(path: Path, comparable: bool = False) -> DataFrame:
@@ -367,7 +367,7 @@ def samples(run: Path | str, step: int | None = None, runs_dir: Path | str = "ru
     """
     import pandas as pd
 
-    root, name = Path(runs_dir), str(run)
+    root, name = given_path(runs_dir), str(run)
     if find_folder(name, root, RECORD_FILE) is not None:
         return pd.DataFrame(read_table(completions_path(name, root, step)).to_pandas())
     steps = [step] if step is not None else sampled_steps(RunFolder.open(root, name))
@@ -388,7 +388,7 @@ def evaluations(run: Path | str, runs_dir: Path | str = "runs") -> DataFrame:
     """
     import pandas as pd
 
-    rows = list(iterate_evaluations(RunFolder.open(Path(runs_dir), str(run)).path))
+    rows = list(iterate_evaluations(RunFolder.open(given_path(runs_dir), str(run)).path))
     types = dict.fromkeys(("value", "low", "high"), float)
     return pd.DataFrame(rows, columns=[*EVALUATION_COLUMNS]).astype(types)
 
@@ -405,7 +405,7 @@ def tokens(run: Path | str, step: int, runs_dir: Path | str = "runs") -> DataFra
     import numpy as np
     import pandas as pd
 
-    folder = RunFolder.open(Path(runs_dir), str(run))
+    folder = RunFolder.open(given_path(runs_dir), str(run))
     tables = {step_of(path): path for path in sorted(folder.path.glob("token_values/step-*.parquet"))}
     if step not in tables:
         recorded = ", ".join(map(str, tables)) or "none (tracking.tokens_every)"

@@ -255,7 +255,7 @@ class EvalView(ExperimentView):
     def render(self) -> RenderableType:
         """Return the bar, with the name of the evaluation set before it and the counts after it."""
         label = Column(no_wrap=True, max_width=20, overflow="ellipsis")  # 80 columns hold it with the counts
-        grid = Table.grid(label, Column(no_wrap=True), Column(no_wrap=True), padding=(0, 1))
+        grid = Table.grid(label, Column(), Column(no_wrap=True), padding=(0, 1))  # the bar gets the rest
         grid.add_row(Text(self._label), ProgressBar(self._total, self._done), Text(self._counts_text()))
         return grid
 

@@ -172,7 +172,7 @@ def show(
 
 def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path, every_metric: bool) -> None:
     from bandpo_cli.cli.train_view import describe_model, phases_text
-    from bandpo_cli.config.layers import resolve
+    from bandpo_cli.config.layers import resolve, setting_text
     from bandpo_cli.storage.run_folder import shell_command
     from bandpo_cli.tracking.sender import tracker_rows
 
@@ -182,8 +182,8 @@ def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path,
     progress += f", {format_duration(run['seconds'])}"
 
     def lines(settings: Mapping[str, Any]) -> list[str]:
-        defaults = {key: f"  (default {change['default']})" for key, change in changes.items()}
-        texts = (f"{key} = {value}{defaults.get(key, '')}" for key, value in settings.items())
+        defaults = {key: f"  (default {setting_text(change['default'])})" for key, change in changes.items()}
+        texts = (f"{key} = {setting_text(value)}{defaults.get(key, '')}" for key, value in settings.items())
         return [text.replace("\n", "\\n") for text in texts]
 
     values = {key: change["value"] for key, change in changes.items()}

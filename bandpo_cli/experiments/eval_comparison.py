@@ -12,7 +12,7 @@ from bandpo_cli.config.layers import flatten, read_layer
 from bandpo_cli.errors import UserError, nearest, plural
 from bandpo_cli.evaluation.scores import Interval
 from bandpo_cli.evaluation.verdicts import MARGIN, Conclusion, check_margin, conclude
-from bandpo_cli.paths import folders_containing, user_path
+from bandpo_cli.paths import folders_containing, given_path, user_path
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import RECORD_FILE, RunFolder, find_folder, find_run, is_run_folder
 from bandpo_cli.storage.run_record import EVALUATION_SETTINGS, iterate_forks, read_record
@@ -107,7 +107,7 @@ def compare(a: str, b: str, runs_dir: Path | str = "runs", margin: float = MARGI
     Raises UserError if there is no such evaluation, the two share no problem, or the margin is not between 0 and 1.
     """
     check_margin(margin)
-    path_a, path_b = _find_record(a, Path(runs_dir)), _find_record(b, Path(runs_dir))
+    path_a, path_b = (_find_record(str(text), given_path(runs_dir)) for text in (a, b))
     records = _read_with_settings(path_a), _read_with_settings(path_b)
     return ComparisonResult(path_a, path_b, differing_settings(*records), compare_records(*records, margin))
 

@@ -27,7 +27,7 @@ from bandpo_cli.experiments.preflight import (
     resolve_model,
     run_layers,
 )
-from bandpo_cli.paths import nearest_file, path_exists, user_path
+from bandpo_cli.paths import given_path, nearest_file, path_exists, user_path
 from bandpo_cli.registries import BUNDLED_MODELS, DATASETS, generated_tasks, split_member
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import (
@@ -163,7 +163,7 @@ def plan_evaluation(
         plan = _plan_samples(user_path(str(samples)), grader, layers)
     else:
         layers += [] if grader is None else [{"task": {"grader": grader, "rewards": None}}]
-        plan = _plan_model(model, tasks, Path(runs_dir), layers)
+        plan = _plan_model(model, tasks, given_path(runs_dir), layers)
     if not plan.config.evaluation.k:
         raise UserError("evaluation.k: give at least one k")
     return plan

@@ -30,6 +30,7 @@ from bandpo_cli.experiments.eval_plan import (
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.preflight import ModelRef, choose_run_name
 from bandpo_cli.grading.pool import GraderPool, check_not_all_failed, failure_warnings, grade_components
+from bandpo_cli.paths import given_path
 from bandpo_cli.processes.ranks import Ranks, connected_ranks, is_main_process, rank_count
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RECORD_FILE, EvalFolder, PartKey
@@ -137,7 +138,7 @@ def evaluate(
         RunError: the device has not enough memory, the engine failed, or (`GraderFailedError`) every answer is a grader
             error; graded completions are stored.
     """
-    plan, runs_dir = model, Path(runs_dir)
+    plan, runs_dir = model, given_path(runs_dir)
     if not isinstance(plan, EvalPlan):
         plan = plan_evaluation(plan, tasks, runs_dir=runs_dir, **options)
     return _run(plan, runs_dir, callbacks, choose_run_name(runs_dir, name, plan.default_name()))
@@ -161,9 +162,9 @@ def resume_evaluation(
         UserError: there is no such evaluation, or its model or data have changed.
         RunError: as `evaluate`.
     """
-    folder = EvalFolder.open(Path(runs_dir), name)
+    folder = EvalFolder.open(given_path(runs_dir), name)
     request = request or plan_evaluation_resume(folder, tracking)
-    return _run(request, Path(runs_dir), callbacks, folder)
+    return _run(request, given_path(runs_dir), callbacks, folder)
 
 
 def _run(

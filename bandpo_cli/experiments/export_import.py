@@ -25,7 +25,7 @@ from bandpo_cli.experiments.preflight import check_graders, choose_run_name, loa
 from bandpo_cli.exports import verl_files, verl_settings
 from bandpo_cli.exports.verl_files import CONFIG_FILE, VERL_VERSION
 from bandpo_cli.exports.verl_settings import MODEL, InFolder, Overrides
-from bandpo_cli.paths import is_adapter_folder, path_exists, user_path
+from bandpo_cli.paths import given_path, is_adapter_folder, path_exists, user_path
 from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.results import RunOverview, describe_line
 from bandpo_cli.storage import files
@@ -168,7 +168,7 @@ def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") ->
     out = Path(out)
     if path_exists(out) or out.is_symlink():
         raise UserError(f"--out {out}: exists already; name a new folder")
-    ref = resolve_model(model, Path(runs_dir), "RUN")
+    ref = resolve_model(model, given_path(runs_dir), "RUN")
     source = user_path(ref.path)
     is_adapter = is_adapter_folder(source)
     if not is_adapter and ref.run is None:
@@ -224,7 +224,7 @@ def import_verl(
         UserError: the folder is no exported job, MLflow has no such run, or the name is taken.
         RunError: the store does not answer.
     """
-    job, runs_dir = Path(job), Path(runs_dir)
+    job, runs_dir = Path(job), given_path(runs_dir)
     if not path_exists(job / CONFIG_FILE):
         raise UserError(f"{job}: no config.yaml; name a folder of `bandpo export verl`")
     config = resolve([read_layer(job / CONFIG_FILE, "settings of the job")])
@@ -335,7 +335,7 @@ def sync(
         tracker_class(name)
     pairs: list[tuple[Path, str | None]] = [
         (path, tracker)
-        for path, is_named in _choose_runs(names, all_runs, Path(runs_dir)).items()
+        for path, is_named in _choose_runs(names, all_runs, given_path(runs_dir)).items()
         for tracker in trackers or _trackers(path, is_named, uri)
     ]
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # seconds; a person waits here, no training

@@ -36,7 +36,7 @@ from bandpo_cli.errors import ConfigError, UserError, plural
 from bandpo_cli.experiments.monitor import stop_reason
 from bandpo_cli.experiments.preflight import check_config, choose_run_name, inherited_layers, run_warnings
 from bandpo_cli.methods.settings import TrustRegionSettings
-from bandpo_cli.paths import is_commit, path_exists, read_json_object, relative_to_cwd
+from bandpo_cli.paths import given_path, is_commit, path_exists, read_json_object, relative_to_cwd
 from bandpo_cli.processes.ranks import is_main_process, rank_count
 from bandpo_cli.registries import AUTO_ENGINE, ENGINES
 from bandpo_cli.storage import checkpoints
@@ -137,7 +137,7 @@ def plan_training(
     """
     task_name = re.sub(r"[^A-Za-z0-9_.+=-]+", "-", config.task.title)[:60]
     default = timestamped(f"{config.bounds.slug()}-{task_name}-s{config.seed}")
-    folder = RunFolder(Path(runs_dir) / choose_run_name(Path(runs_dir), name, default))
+    folder = RunFolder(given_path(runs_dir) / choose_run_name(given_path(runs_dir), name, default))
     check_ranks(config, rank_count() if ranks is None else ranks)
     config, task = check_config(config)
     return Plan(config, config, task, folder, run_warnings(config, task))
@@ -185,7 +185,7 @@ def plan_fork(
     ranks: int | None = None,
 ) -> Plan:
     """Plan a fork; `ranks` is as for `plan_training`. Raises UserError as `run.fork`."""
-    runs_dir = Path(runs_dir)
+    runs_dir = given_path(runs_dir)
     point = fork_point(run, runs_dir)
     config = resolve([*point.layers, *as_layers(settings)])
     changes, tracking = point.changes(config), config.tracking
@@ -254,11 +254,11 @@ def locked_resume(
     ranks: int | None = None,
 ) -> Iterator[Plan]:
     """Yield the plan of a resume, with the run's lock held unless it is read-only; see `plan_training`."""
-    folder = RunFolder.open(Path(runs_dir), run)
+    folder = RunFolder.open(given_path(runs_dir), run)
     # With several ranks, rank 0 holds the lock for all of them.
     lock = run_lock(folder.path) if is_main_process() and not read_only else nullcontext()
     with lock, code_from(folder.path):
-        plan = plan_resume(folder, as_layers(settings), Path(runs_dir))
+        plan = plan_resume(folder, as_layers(settings), given_path(runs_dir))
         check_ranks(plan.config, rank_count() if ranks is None else ranks)
         yield plan
 

@@ -100,7 +100,7 @@ def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
         raise UserError(f"--runs-dir {runs_dir}: {existing} is not writable; name another folder")
     if asked is None:
         return unused_name(default, runs_dir)
-    if path_exists(runs_dir / check_name(asked, runs_dir)):
+    if path_exists(runs_dir / (asked := check_name(asked, runs_dir))):
         raise UserError(f"--name {asked}: exists already; try --name {unused_name(asked, runs_dir)}")
     return asked
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
+from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback, callback_list
 from bandpo_cli.config.batch_and_sampling import use_expandable_segments
 from bandpo_cli.config.layers import (
     CHOSEN_AT_START,
@@ -31,6 +31,7 @@ from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, locked_resume
 from bandpo_cli.experiments.preflight import callback_class, new_run_layers
 from bandpo_cli.experiments.record import close_record, disk_errors, load_state, open_folder
 from bandpo_cli.grading.pool import failure_warnings
+from bandpo_cli.paths import given_path
 from bandpo_cli.processes.ranks import (
     Ranks,
     check_same_on_all,
@@ -67,7 +68,7 @@ def train(
     of the run folder, None for method, task, seed and time. For `callbacks`, `stop_requested`, the result and the
     errors see `run_plan`.
     """
-    config = resolve(new_run_layers(as_layers(config), Path(runs_dir)))
+    config = resolve(new_run_layers(as_layers(config), given_path(runs_dir)))
     return run_plan(plan_training(config, runs_dir, name), callbacks, stop_requested)
 
 
@@ -168,7 +169,11 @@ def start_run(
     summary and the plots are left.
     """
     config, is_main = plan.config, is_main_process()
-    chosen = [callback for callback in callbacks if is_main or getattr(callback, "on_every_rank", False)]
+    chosen = [
+        callback
+        for callback in callback_list(callbacks)
+        if is_main or getattr(callback, "on_every_rank", False)
+    ]
     for name in config.tracking.callbacks:
         cls = callback_class(name)
         if is_main or getattr(cls, "on_every_rank", False):

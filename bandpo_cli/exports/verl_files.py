@@ -32,6 +32,7 @@ from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.exports.verl_settings import RULES, InFolder, Overrides, tokens_per_micro_batch
 from bandpo_cli.grading.pool import GraderPool, grade_components
+from bandpo_cli.paths import given_path
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.types import Grade, Message, Problem
 
@@ -75,7 +76,7 @@ def settings_for_cluster(
     """
     from bandpo_cli.storage.run_folder import RunFolder
 
-    path = RunFolder.open(Path(runs_dir), run).path
+    path = RunFolder.open(given_path(runs_dir), run).path
     add_code_folder(path)
     stored = read_layer(path / "config.yaml")
     config = resolve([stored, nest(MACHINE), *layers])

@@ -77,7 +77,7 @@ class ExperimentFolder:
 
         Raises UserError, with the nearest name, when there is none.
         """
-        if path := find_folder(text, runs_dir, cls.marker):
+        if path := find_folder(text := str(text), runs_dir, cls.marker):
             return cls(path)
         raise not_found(cls.kind, text, runs_dir, cls.marker)
 
@@ -313,6 +313,7 @@ def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:
 
     RUN is a name in `runs_dir` or a path. Raises UserError if the step is not a number.
     """
+    text = str(text)  # a script may give the path of the folder
     name, _, step = text.rpartition("@")
     for run in (text, name):  # a name may contain @
         for path in filter(is_run_folder, _candidates(run, runs_dir)):
@@ -349,7 +350,7 @@ def check_name(name: str, runs_dir: Path) -> str:
     Refused: the empty name, paths into or out of the runs folder, blanks and characters with a meaning in a shell
     or file system, and the names that MLflow uses there.
     """
-    if VALID_NAME.fullmatch(name) and name not in RESERVED:
+    if VALID_NAME.fullmatch(name := str(name)) and name not in RESERVED:
         return name
     raise UserError(
         f"--name {name!r} cannot be used: a run is a folder directly in {runs_dir}, and its name has at most 200 "

@@ -367,7 +367,7 @@ def completions_path(name: str, runs_dir: Path, step: int | None = None) -> Path
         raise UserError(f"{folder.path} has no completions: the run has completed no step")
     step = steps[-1] if step is None else step
     if step not in steps:
-        near = min(steps, key=lambda stored: abs(stored - step))
+        near = min(steps, key=lambda stored: abs(stored - step)) if isinstance(step, int) else steps[-1]
         raise UserError(f"--step {step}: its completions are not stored; the nearest is --step {near}")
     return folder.path / "samples" / f"{step_name(step)}.parquet"
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bandpo_cli.config.layers import CHOSEN_AT_START, flatten, read_yaml, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object, user_path
+from bandpo_cli.paths import MAX_CONFIG_BYTES, given_path, path_exists, read_json_object, user_path
 from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import SUMMARY_FILE, read_summary
@@ -148,7 +148,7 @@ def estimate_time(
     """
     first = info.configs[info.pending[0].name]
     method = "by earlier runs"
-    seconds = seconds_from_earlier_runs(first, Path(runs_dir), info.threads, info.ranks)
+    seconds = seconds_from_earlier_runs(first, given_path(runs_dir), info.threads, info.ranks)
     if seconds is None:
         if first.model.path not in BUNDLED_MODELS:
             return None

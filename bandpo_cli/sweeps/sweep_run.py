@@ -19,6 +19,7 @@ from bandpo_cli.custom_code import code_first_in
 from bandpo_cli.errors import ConfigError, UserError, first_line, plural, unknown_choice
 from bandpo_cli.experiments.preflight import choose_run_name
 from bandpo_cli.metric_names import AXES, STEP, Axis
+from bandpo_cli.paths import given_path
 from bandpo_cli.processes import watch
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import shell_command, timestamped
@@ -215,7 +216,7 @@ def sweep(
         UserError: a setting cannot be used, the name is taken, there is no such sweep, or another process writes to it.
         KeyboardInterrupt, SystemExit: after the running processes have been stopped; the sweep can be resumed.
     """
-    runs_dir, executor = Path(runs_dir), executor or Executor()
+    runs_dir, executor = given_path(runs_dir), executor or Executor()
     if isinstance(plan, Mapping):
         plan = SweepConfig(**plan)
     if isinstance(plan, SweepConfig):
