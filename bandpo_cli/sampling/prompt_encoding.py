@@ -366,7 +366,8 @@ def _check_questions(
         )
     special = re.compile("|".join(map(re.escape, encoder.special.values())) or "(?!)")
     chats = (problem for problem in problems if not isinstance(problem.prompt, str))
-    matches = ((problem.id, special.search("\n".join(_texts(problem)))) for problem in chats)
+    # What the template of the task writes is meant.
+    matches = ((item.id, special.search(item.question or "\n".join(_texts(item)))) for item in chats)
     if marked := [(problem_id, match[0]) for problem_id, match in matches if match]:
         warnings.append(
             f"{label}: {len(marked):,} of {plural(len(problems), 'prompt')} with a text that the model reads as a "

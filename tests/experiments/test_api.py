@@ -167,6 +167,12 @@ def test_mistakes_are_raised_before_anything_is_written(tmp_path):
         train(resolve([SMALL]), tmp_path, "demo")
     with pytest.raises(UserError, match="no such run"):
         evaluate("nowhere", runs_dir=tmp_path)
+    with pytest.raises(UserError, match="runs_dir = 3: expected a path"):
+        train({"steps": 1}, runs_dir=3)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="callbacks: 3 is no object of a subclass"):
+        train({"steps": 1}, tmp_path, callbacks=3)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=f"no run {str(tmp_path / 'other')!r}"):  # a path is a name, too
+        resume(tmp_path / "other", tmp_path)  # type: ignore[arg-type]
     assert [*tmp_path.rglob("*")] == [tmp_path / "demo"]
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,8 @@ def test_questions_with_the_text_of_a_special_token_are_counted() -> None:
     (note,) = notes_on(encoder, many)
     assert "2 of 52 prompts" in note
     assert "'<|im_end|>' in problem p50" in note
+    # The text is meant where the template of the task writes it around the question.
+    assert not notes_on(encoder, [replace(many[-2], question="a b")])
 
 
 # Ends of prompts
