@@ -88,7 +88,7 @@ def print_report(console: Console, report: Report) -> None:
         console.print(_report_table(report, by_set, separator))
     for fit in report.fits:
         cells = zip(fit.HEADINGS, fit.cells, strict=True)
-        print_line(console, f"{fit.variant}: " + ", ".join(map(" ".join, cells)), "fit:", "dim")
+        print_line(console, f"{fit.variant}: " + "; ".join(map(" ".join, cells)), "fit:", "dim")
     for line in report.tuning.notes() if report.tuning is not None else ():
         print_line(console, line, "tuned:", "dim")
     print_warnings(console, report.notes, "note:")

@@ -180,7 +180,12 @@ def print_power(
     """Print the spreads of a pilot by their cause, and the seeds that show a difference by number of problems."""
     print_line(console, f"{size}; standard deviations of a difference:", "pilot")
     names = "between seeds", "between problems", "of a problem in a seed", "  of its completions alone"
-    print_rows(console, [(name, f"{var**0.5:.3f}") for name, var in zip(names, components, strict=True)], 27)
+    spreads = [f"{variance**0.5:.3f}" for variance in components]
+    if (
+        components.completions > components.cell
+    ):  # equal seeds give methods that differ little equal completions
+        spreads[-1] += " if both methods sampled independently"
+    print_rows(console, zip(names, spreads, strict=True), 27)
     print_line(console, f"seeds that show a difference of {difference:g} with a probability of 80%:")
     table = make_table(">problems", ">seeds", ">90% interval", ">for other problems", ">runs", ">time")
     for row in rows:
