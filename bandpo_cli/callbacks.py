@@ -95,20 +95,15 @@ class Callback(Generic[Info, Report, Result]):
         """Receive the result, after it is on disk."""
 
 
-def callback_list(callbacks: Any) -> Sequence[Any]:
-    """Return the callbacks that a script has given, a single one in a list. Raises UserError for anything else."""
-    given: Sequence[Any] = callbacks if isinstance(callbacks, Sequence) else [callbacks]
-    for callback in given:
-        if isinstance(callback, type) or not hasattr(callback, "phase"):
-            raise UserError(f"callbacks: {callback!r:.80} is no object of a subclass of CallbackBase")
-    return given
-
-
 class Dispatcher(Callback[Info, Report, Result]):
     """Forward each event to several callbacks, in their order; `end` reaches all of them, also when one raises."""
 
     def __init__(self, callbacks: Sequence[Callback[Info, Report, Result]]) -> None:
-        self._callbacks = callback_list(callbacks)
+        """Take callbacks; one need not be in a list. Raises UserError for what is no callback."""
+        self._callbacks = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+        for callback in self._callbacks:
+            if isinstance(callback, type) or not hasattr(callback, "phase"):
+                raise UserError(f"callbacks: {callback!r:.80} is no object of a subclass of CallbackBase")
 
     def start(self, info: Info) -> None:
         for callback in self._callbacks:

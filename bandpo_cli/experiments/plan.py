@@ -137,7 +137,7 @@ def plan_training(
     """
     task_name = re.sub(r"[^A-Za-z0-9_.+=-]+", "-", config.task.title)[:60]
     default = timestamped(f"{config.bounds.slug()}-{task_name}-s{config.seed}")
-    folder = RunFolder(given_path(runs_dir) / choose_run_name(given_path(runs_dir), name, default))
+    folder = RunFolder(Path(runs_dir) / choose_run_name(Path(runs_dir), name, default))
     check_ranks(config, rank_count() if ranks is None else ranks)
     config, task = check_config(config)
     return Plan(config, config, task, folder, run_warnings(config, task))

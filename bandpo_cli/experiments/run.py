@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback, callback_list
+from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.batch_and_sampling import use_expandable_segments
 from bandpo_cli.config.layers import (
     CHOSEN_AT_START,
@@ -169,11 +169,8 @@ def start_run(
     summary and the plots are left.
     """
     config, is_main = plan.config, is_main_process()
-    chosen = [
-        callback
-        for callback in callback_list(callbacks)
-        if is_main or getattr(callback, "on_every_rank", False)
-    ]
+    given = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+    chosen = [callback for callback in given if is_main or getattr(callback, "on_every_rank", False)]
     for name in config.tracking.callbacks:
         cls = callback_class(name)
         if is_main or getattr(cls, "on_every_rank", False):
