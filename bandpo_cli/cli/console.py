@@ -171,7 +171,10 @@ def print_settings(
 ) -> None:
     """Print (heading, text) rows about a command, and the notes and warnings below it."""
     rows = [*rows, ("data", "\n".join(notes))]
-    print_rows(console, rows, max(len(heading) for heading, _ in rows))
+    width = max(
+        10, *(len(heading) for heading, _ in rows)
+    )  # the heading of the folder, which follows, has 10
+    print_rows(console, rows, width)
     print_warnings(console, warnings)
 
 

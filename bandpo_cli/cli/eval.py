@@ -359,7 +359,7 @@ def metric_label(name: str) -> str:
 
 def metric_text(name: str, *values: float) -> str:
     """Return a value with its unit, or the limits of an interval as `0.412 to 0.478`; a dash if there is none."""
-    form = "{:,.1f}" if name == "response_length" else "{:.3f}"
+    form = "{:z,.1f}" if name == "response_length" else "{:z.3f}"  # z: no sign before a zero
     return "–" if math.isnan(values[0]) else " to ".join(map(form.format, values))
 
 
@@ -393,7 +393,7 @@ def print_comparison(console: Console, result: ComparisonResult, show: int) -> N
         table = make_table("", ">A", ">B", ">B − A", ">95% interval", ">detectable", "verdict", gap=gap)
         for name, (a, b, change, conclusion) in compared.metrics.items():
             texts = [metric_text(name, value) for value in (a, b, change.value)]
-            sign = "+" if change.value > 0 and texts[2].strip("0.") else ""  # no sign before a zero
+            sign = "+" if change.value > 0 and texts[2].strip("0.") else ""
             texts[2:] = f"{sign}{texts[2]}", metric_text(name, change.low, change.high)
             shown = "–" if conclusion.detectable is None else metric_text(name, conclusion.detectable)
             table.add_row(metric_label(name), *texts, shown, conclusion.verdict)

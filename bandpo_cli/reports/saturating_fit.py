@@ -99,7 +99,7 @@ class SaturatingFit:
         ]
         if self.asymptote is not None and self.exponent is not None and self.midpoint is not None:
             cells[2:] = [self.asymptote.text(".3f"), self.exponent.text(".2f"), self.midpoint.text(".3g")]
-        patterns = {"rmse": ".3f", "naive_rmse": ".3f", "final": "+.3f", "naive_final": "+.3f"}
+        patterns = {"rmse": ".3f", "naive_rmse": ".3f", "final": "+z.3f", "naive_final": "+z.3f"}
         return cells + [
             f"{self.holdout[name]:{text}}" if self.holdout else "–" for name, text in patterns.items()
         ]
