@@ -174,7 +174,9 @@ def run_probe(plan: Plan, runs_dir: Path, size: int) -> None:
         report = probe(plan, [view], size, show_progress)
     print_results(console, plan.config, report)
     with suppress(UserError):  # of a model without an estimate
-        print_memory(console, *memory_of_task(plan.config, task))
+        memory = memory_of_task(plan.config, task)
+        print_rows(console, [("memory", "of the run, not of the probe:")], 10)
+        print_memory(console, *memory)
     print_warnings(console, lines := advice(plan.config, report.metrics), "try:")
     if not lines:
         print_line(console, "nothing to change: the run can learn from these completions")
