@@ -183,11 +183,8 @@ def _usage_message(error: typer.TyperException) -> str:
             message = message.partition(" (")[0]
     elif "--set" in known and "unexpected extra argument" in message:
         word = message.partition("(")[2].partition("=")[0].rstrip(") ")
-        advice = (
-            f"--set {setting_for(word)}=VALUE"
-            if setting_for(word)
-            else option_for(word) or "KEY=VALUE after --set"
-        )
+        setting = setting_for(word)
+        advice = f"--set {setting}=VALUE" if setting else option_for(word) or "KEY=VALUE after --set"
     uses = f"; use {advice}" if advice else ""
     return f"{message}{uses} (see {context.command_path if context else PROGRAM} --help)"
 

@@ -313,8 +313,7 @@ def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:
 
     RUN is a name in `runs_dir` or a path. Raises UserError if the step is not a number.
     """
-    text = str(text)  # a script may give the path of the folder
-    name, _, step = text.rpartition("@")
+    name, _, step = (text := str(text)).rpartition("@")  # a script may give the path of the folder
     for run in (text, name):  # a name may contain @
         for path in filter(is_run_folder, _candidates(run, runs_dir)):
             folder = RunFolder(resolve_dots(path))
