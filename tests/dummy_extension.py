@@ -79,16 +79,13 @@ class DummyTask:
     name = "dummy"
 
     def __init__(self, config: DummyTaskSettings) -> None:
-        self._config = config
+        self._config, self.notes = config, list[str]()
 
     def train_problems(self) -> list[Problem]:
         return [_problem(index) for index in range(self._config.problems)]
 
     def heldout_sets(self) -> Mapping[str, list[Problem]]:
         return {self.name: [_problem(self._config.problems)]}
-
-    def notes(self) -> list[str]:
-        return []
 
 
 def _problem(index: int) -> Problem:

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from bandpo_cli.experiments.eval_plan import plan_evaluation, plan_evaluation_resume
-from bandpo_cli.storage import run_folder
+from bandpo_cli.storage import tables
 from bandpo_cli.storage.run_folder import EvalFolder
 from tests.cli.eval_command import bandpo, record_of, samples_of, succeed, usage_error
 from tests.cli.processes import wait_until
@@ -114,7 +114,7 @@ def test_a_kill_loses_at_most_one_batch(tmp_path, uninterrupted):
 
 def interrupted_evaluation(place: Path, keep: int) -> Path:
     """Return the folder of an evaluation that Ctrl-C interrupted when `keep` batches were stored."""
-    write, written = run_folder.write_eval_table, []
+    write, written = tables.write_eval_table, []
 
     def write_or_interrupt(path: Path, rows: list) -> Path:
         if len(written) == keep:
@@ -122,7 +122,7 @@ def interrupted_evaluation(place: Path, keep: int) -> Path:
         written.append(path)
         return write(path, rows)
 
-    with mock.patch.object(run_folder, "write_eval_table", write_or_interrupt):
+    with mock.patch.object(tables, "write_eval_table", write_or_interrupt):
         assert bandpo("eval", *SETTINGS, "--name", "part", cwd=place).code == 130
     folder = place / "runs" / "part"
     assert count_parts(folder) == keep

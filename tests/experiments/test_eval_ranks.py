@@ -117,7 +117,11 @@ def refused_then_warned(ranks: Ranks, folder: Path) -> tuple[str, list[str]]:
     handler = logging.handlers.BufferingHandler(100)
     logging.getLogger("bandpo_cli").addHandler(handler)
     uses = {"countdown": GraderUse(14, ranks.rank, "ValueError: x" if ranks.rank else None)}
-    with mock.patch.object(GraderPool, "uses", return_value=uses):
+
+    def count(pool: GraderPool, *_: Any) -> None:
+        pool.uses = uses
+
+    with mock.patch.object(GraderPool, "_count", count):
         run(ranks, folder, "warned")
     return str(raised.value), [record.getMessage() for record in handler.buffer]
 

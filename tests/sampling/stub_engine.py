@@ -108,8 +108,8 @@ class CopySampler(TransformersSampler):
         kept = dict(weights)
         if version == WRONG_VERSION:
             kept["model.norm.weight"] = -kept["model.norm.weight"]
-        self._model.load_state_dict(kept, strict=False)
-        self._version = version
+        self.model.load_state_dict(kept, strict=False)
+        self.version = version
 
 
 @contextmanager
