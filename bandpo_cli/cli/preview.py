@@ -191,7 +191,8 @@ def print_results(console: Console, config: RunConfig, report: ProbeReport) -> N
     rewards = [rollout.grade.reward for rollout in rollouts if rollout.grade.has_reward]
     lengths = np.quantile([len(rollout.completion.token_ids) for rollout in rollouts], [0.5, 0.95, 1])
     rows = {
-        "probe": f"{problems} problems × {samples} = {problems * samples:,} completions of the untrained model",
+        "probe": f"{plural(problems, 'problem')} × {samples} = {problems * samples:,} completions of the untrained "
+        "model",
         "reward": f"mean {metrics['train/reward']:.3g}, from {min(rewards):.3g} to {max(rewards):.3g}"
         if (has_rewards := has_nonbinary_rewards(metrics))
         else "",
