@@ -101,8 +101,8 @@ dry-resume < train-further: train --resume killed --steps 9 --dry-run
 
 _BYTES = """
 eval-compare-json < eval-again: eval compare eval-file eval-file --format json
-bounds-json: bounds -f probabilities.txt -d kl,reverse-kl,tv,chi2,neyman,hellinger,le-cam,js --delta 0.01 --delta 0.3 \
-    --compare clip,clip-higher,dcpo,none --format json
+bounds-json: bounds 0.001 0.01 0.1 0.5 0.999 1 -d kl,reverse-kl,tv,chi2,neyman,hellinger,le-cam,js --delta 0.01 \
+    --delta 0.3 --compare clip,clip-higher,dcpo,none --format json
 bounds-csv: bounds 1e-9 0.08 0.9 -d kl -d js --max-ratio 10 --format csv
 bounds-match: bounds --match clip-higher --at 0.1 -d kl,tv,chi2,hellinger --format json
 bounds-match-csv: bounds --match clip --at 0.95 --format csv

@@ -93,7 +93,6 @@ def write_inputs(folder: Path) -> None:
     _write_lines(folder / "stored.jsonl", [*stored, {**problems[4], "completions": ["no idea", "#### 2"]}])
     (folder / "torn.jsonl").write_text('{"question": "q", "answer": "1"}\n{"question": "r", "ans\n')
     (folder / "unanswered.jsonl").write_text('{"question": "q"}\n')
-    (folder / "probabilities.txt").write_text("0.001 0.01\n# a comment\n0.1, 0.5, 0.999, 1\n")
     (folder / "empty").mkdir()
     write_model(folder / MODEL)
 
