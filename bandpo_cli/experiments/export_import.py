@@ -15,12 +15,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.callbacks import Callback, Dispatcher
+from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig, TrackingConfig, with_dtype
 from bandpo_cli.custom_code import code_from
 from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials, user_code_location
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
+from bandpo_cli.experiments.monitor import Dispatcher
 from bandpo_cli.experiments.preflight import check_graders, choose_run_name, load_task, resolve_model
 from bandpo_cli.exports import verl_files, verl_settings
 from bandpo_cli.exports.verl_files import CONFIG_FILE, VERL_VERSION
