@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.batch_and_sampling import resolve_engine, use_expandable_segments
-from bandpo_cli.config.layers import (
-    CHOSEN_AT_START,
-    Settings,
-    as_layers,
-    copy_values,
-    resolve,
-    to_yaml,
-)
+from bandpo_cli.config.layers import CHOSEN_AT_START, Settings, as_layers, copy_values, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import GraderFailedError, RunError, closed_at_end, exits_as_errors, user_code
@@ -170,10 +163,7 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
 
 
 def start_run(
-    plan: Plan,
-    callbacks: Sequence[TrainCallback],
-    stack: ExitStack,
-    on_estimate: OnEstimate | None = None,
+    plan: Plan, callbacks: Sequence[TrainCallback], stack: ExitStack, on_estimate: OnEstimate | None = None
 ) -> tuple[TrainEvents, RunConfig, Components | None]:
     """Do all that the run of a plan does before its folder is written; a dry run calls this and ends.
 
