@@ -118,16 +118,22 @@ def random_mutants(number: int, seed: int) -> list[Mutant]:
                 places.setdefault((file, start), []).append((name, occurrence))
     generator = random.Random(seed)
     mutants = []
-    for file, start in generator.sample(sorted(places), number):
+    for file, start in generator.sample(sorted(places), len(places)):
         name, occurrence = generator.choice(places[file, start])
         source, tests = modules()[file]
-        text = mutate_code(source, get_operator(name)(), occurrence)
-        assert text is not None
+        try:
+            text = mutate_code(source, get_operator(name)(), occurrence)
+            assert text is not None
+            ast.parse(text)
+        except (AttributeError, SyntaxError):  # from `except module.Error`, and from `**options` in a call
+            continue
         changed = [line for line in difflib.ndiff(source.splitlines(), text.splitlines()) if line[0] in "-+"]
         description = f"{name.removeprefix('core/')}, line {start[0]}: " + " ".join(
             " ".join(line.split()) for line in changed
         )
         mutants.append(Mutant(file, description, text, tuple(tests)))
+        if len(mutants) == number:
+            break
     return mutants
 
 
