@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.batch_and_sampling import use_expandable_segments
-from bandpo_cli.config.layers import (
-    CHOSEN_AT_START,
-    Settings,
-    as_layers,
-    copy_values,
-    resolve,
-)
+from bandpo_cli.config.layers import CHOSEN_AT_START, Settings, as_layers, copy_values, resolve
 from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.errors import GraderFailedError, closed_at_end, exits_as_errors, user_code
 from bandpo_cli.experiments.memory_check import OnEstimate, check_memory, out_of_memory_errors
@@ -156,10 +150,7 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
 
 
 def start_run(
-    plan: Plan,
-    callbacks: Sequence[TrainCallback],
-    stack: ExitStack,
-    on_estimate: OnEstimate | None = None,
+    plan: Plan, callbacks: Sequence[TrainCallback], stack: ExitStack, on_estimate: OnEstimate | None = None
 ) -> tuple[TrainEvents, RunConfig, Components | None]:
     """Do all that the run of a plan does before its folder is written; a dry run calls this and ends.
 
