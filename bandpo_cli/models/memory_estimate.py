@@ -20,13 +20,12 @@ from bandpo_cli.models.load import meta_model, read_config, resolved_dtype, uses
 from bandpo_cli.models.logprobs import TILE_BYTES
 from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.model_files import base_config, loading_errors
-from bandpo_cli.models.weights import checkpointed_layers
+from bandpo_cli.models.weights import blocked_bytes, checkpointed_layers
 from bandpo_cli.registries import ENGINES
 
 GIB = 2**30
 SLEEPING_ENGINE_BYTES = 3 * GIB
-"""What a vLLM engine holds while it sleeps, besides weights and cache: CUDA graphs, buffers of NCCL and workspaces. An
-allowance, not a measurement."""
+"""An allowance for a sleeping vLLM engine: CUDA graphs, buffers of NCCL and workspaces. Not a measurement."""
 ENGINE_BYTES_PER_LOGIT = 20
 """float32 logits, log-probs, probabilities and random numbers, and the int32 counts of vLLM's penalties."""
 _USABLE_SHARE = 0.95  # Largest share of a device that an estimate may take and still count as fitting
@@ -293,7 +292,8 @@ class _Run:
         distributions = self.sequences * self.text.vocab_size * (4 + 4 + 8 + 8)
         cache = f"at most: key-value cache of {self.sequences:,} × {self.longest:,} tokens"
         name = f"at most: next-token distributions of {self.sequences:,} sequences"
-        return {cache: self.sequences * self.cache, name: distributions}
+        held = {cache: self.sequences * self.cache, name: distributions}
+        return held if self.on_gpu else held | {"at most: copied weights": blocked_bytes(self.model)}
 
     def vllm_bytes(self, device: Device, already_taken: int) -> tuple[int, int, float | None, bool]:
         """Return the bytes of the vLLM engine on its device, the fewest to sample with, and its share of the GPU.

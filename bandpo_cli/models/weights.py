@@ -13,9 +13,12 @@ own shards need. There is no pickle: the writer of Hugging Face's format leaves 
 """
 
 import json
+import os
+import platform
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, TypeVar, cast
@@ -43,6 +46,10 @@ T = TypeVar("T")
 
 FILE_BYTES = 2**30
 """Bytes of a rank's shards per file. The writer holds a copy of one file in host memory."""
+MIN_BLOCKED = 2**18
+"""Smallest number of elements of a weight whose product gains from the blocked layout."""
+MAX_BLOCKED_SHARE = 0.25
+"""Largest share of the machine's memory that the copies take."""
 _RUN = "run_as_forward"
 
 
@@ -108,6 +115,72 @@ def unsharded(model: nn.Module) -> Iterator[None]:
         for group in groups:
             group.reshard()
             group.set_reshard_after_forward(True, recurse=False)
+
+
+@contextmanager
+def layers_for_sampling(model: PreTrainedModel) -> Iterator[None]:
+    """Change how linear layers multiply within the block, which is without gradients and without updates.
+
+    The output layer of a model in lower precision returns float32 logits, as `models.logprobs` computes them: a logit
+    from 16 to 32 is a multiple of 1/8 in bfloat16, and the log-probs of sampler and trainer would differ by as much.
+
+    On an x86 CPU, float32 layers multiply by copies of their weights in oneDNN's blocked layout. A product of few rows,
+    one per completion, is bound by bringing the weights into such a layout, which MKL does in every call.
+    """
+    forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+    head, on_cpu = model.get_output_embeddings(), model.device.type == "cpu"
+    if head is not None and head.weight.dtype != torch.float32:
+        # On a CPU torch has no product of low-precision factors with a float32 result.
+        weight = head.weight.detach().float() if on_cpu else head.weight.detach()
+        forwards[head] = partial(_float32_product, weight, head.bias)
+    if on_cpu and _has_room_for_blocked(model):
+        for module in model.modules():
+            if type(module) is nn.Linear and _is_blocked(module.weight):
+                blocked = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach())
+                forwards[module] = partial(_blocked_product, blocked, module.bias)
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module in forwards:
+            del module.forward
+
+
+def blocked_bytes(model: nn.Module) -> int:
+    """Return the bytes of the copies of weights with which a model samples on a CPU."""
+    return sum(weight.nbytes for weight in model.parameters() if _is_blocked(weight))
+
+
+def _is_blocked(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and weight.numel() >= MIN_BLOCKED
+
+
+def _has_room_for_blocked(model: nn.Module) -> bool:
+    """Return whether this machine has oneDNN's layout of weights and the memory for it; the same in every step.
+
+    Compiled layers are left as they are: each copy would compile them again.
+    """
+    has_layout = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not has_layout or any(module._compiled_call_impl is not None for module in model.modules()):
+        return False
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return blocked_bytes(model) <= MAX_BLOCKED_SHARE * memory
+
+
+def _blocked_product(blocked: Tensor, bias: Tensor | None, hidden: Tensor) -> Tensor:
+    """Return hidden·weightᵀ + bias, for a weight in oneDNN's layout."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, blocked, bias, "none", [], "")
+    return product
+
+
+def _float32_product(weight: Tensor, bias: Tensor | None, hidden: Tensor) -> Tensor:
+    """Return hidden·weightᵀ + bias in float32, for a weight that is in lower precision on a GPU."""
+    options: Any = {} if weight.dtype == torch.float32 else {"out_dtype": torch.float32}
+    logits: Tensor = torch.mm(hidden.flatten(0, -2).to(weight.dtype), weight.t(), **options)
+    if bias is not None:
+        logits += bias
+    return logits.view(*hidden.shape[:-1], len(weight))
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -9,9 +9,8 @@ import logging
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, first_line
 from bandpo_cli.models.attention import growing_cache
 from bandpo_cli.models.load import Policy
-from bandpo_cli.models.weights import forward_dtype, model_class, unsharded
+from bandpo_cli.models.weights import forward_dtype, layers_for_sampling, model_class, unsharded
 from bandpo_cli.processes.watch import progress
 from bandpo_cli.registries import ENGINES, load_attribute
 from bandpo_cli.sampling.tool_calls import StopStrings
@@ -264,7 +263,7 @@ class TransformersSampler(Sampler):
             samples, turns_P = request.turns(params)
             batch_size = max(1, self.max_sequences // samples)
             groups: list[list[Completion]] = []
-            with unsharded(self.model), float32_logits(self.model), torch.inference_mode():
+            with unsharded(self.model), layers_for_sampling(self.model), torch.inference_mode():
                 for start in range(0, len(turns_P), batch_size):
                     part = slice(start, start + batch_size)
                     groups += self._sample_batch(request.prompts_P[part], params, samples, turns_P[part])
@@ -341,35 +340,6 @@ class TransformersSampler(Sampler):
             logits_to_keep=1,
         )  # fmt: skip
         return torch.as_tensor(output.logits[:, -1].float())
-
-
-@contextmanager
-def float32_logits(model: PreTrainedModel) -> Iterator[None]:
-    """Make the output layer of a model in lower precision return float32 logits within the block.
-
-    `models.logprobs` computes them so too. A logit from 16 to 32 is a multiple of 1/8 in bfloat16, and the log-probs of
-    sampler and trainer would differ by as much.
-    """
-    head = model.get_output_embeddings()
-    if head is None or head.weight.dtype == torch.float32:
-        yield
-        return
-    # On a CPU torch has no product of low-precision factors with a float32 result.
-    on_cpu, weight = head.weight.device.type == "cpu", head.weight.detach()
-    weight = weight.float() if on_cpu else weight
-    options: Any = {} if on_cpu else {"out_dtype": torch.float32}
-
-    def forward(hidden: Tensor) -> Tensor:
-        logits: Tensor = torch.mm(hidden.flatten(0, -2).to(weight.dtype), weight.t(), **options)
-        if head.bias is not None:
-            logits += head.bias
-        return logits.view(*hidden.shape[:-1], len(weight))
-
-    head.forward = forward
-    try:
-        yield
-    finally:
-        del head.forward
 
 
 def build_transformers_sampler(config: SamplingConfig, policy: Policy) -> Sampler:

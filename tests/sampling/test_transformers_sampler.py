@@ -1,9 +1,11 @@
 """The transformers sampler samples from the model's distribution and reports the trainer's log-probs."""
 
 import itertools
+import platform
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.models import attention
+from bandpo_cli.models import attention, weights
 from bandpo_cli.models.attention import GrowingLayer, growing_cache
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
@@ -37,6 +39,22 @@ def test_log_probs_equal_the_trainers(model: PreTrainedModel) -> None:
         batch = collate([Row(prompt, [c.token_ids for c in group])], torch.device("cpu"))
         ours = torch.tensor([lp for c in group for lp in c.logprobs])
         torch.testing.assert_close(ours, token_logprobs(model, batch, 0.8).logprobs, atol=2e-5, rtol=1e-5)
+
+
+def test_copies_of_weights_are_those_of_the_policy(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products with copied weights give the trainer's log-probs, also after an update, and the model is as it was."""
+    monkeypatch.setattr(weights, "MIN_BLOCKED", 0)
+    used = Mock(wraps=weights._blocked_product)
+    monkeypatch.setattr(weights, "_blocked_product", used)
+    test_log_probs_equal_the_trainers(model)
+    assert used.called == (platform.machine() in ("x86_64", "AMD64"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    test_log_probs_equal_the_trainers(model)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_logits_of_a_bfloat16_model_are_not_rounded_to_bfloat16() -> None:
