@@ -113,7 +113,7 @@ def evaluate(
     from bandpo_cli.experiments import evaluate as run_evaluation
     from bandpo_cli.experiments.eval_plan import MAX_K, plan_evaluation, plan_evaluation_resume
     from bandpo_cli.experiments.eval_run import resume_evaluation
-    from bandpo_cli.experiments.preflight import choose_run_name, read_numbers
+    from bandpo_cli.experiments.plan import choose_run_name, read_numbers
     from bandpo_cli.storage.run_folder import EvalFolder
 
     console = open_console(stderr=format_ == "json", long_running=True)

@@ -24,16 +24,9 @@ from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import GraderFailedError, RunError, closed_at_end, exits_as_errors, user_code
 from bandpo_cli.experiments.memory_check import OnEstimate, check_memory, out_of_memory_errors
 from bandpo_cli.experiments.monitor import Dispatcher, StepMonitor
-from bandpo_cli.experiments.plan import (
-    CHANGEABLE_SETTINGS,
-    RESOLVED,
-    Plan,
-    locked_resume,
-    plan_fork,
-    plan_training,
-)
-from bandpo_cli.experiments.preflight import callback_class, new_run_layers
+from bandpo_cli.experiments.plan import Plan, callback_class, new_run_layers, plan_training
 from bandpo_cli.experiments.record import close_record, copy_parent, cut_back, load_state
+from bandpo_cli.experiments.resume_and_fork import CHANGEABLE_SETTINGS, RESOLVED, locked_resume, plan_fork
 from bandpo_cli.grading.pool import failure_warnings
 from bandpo_cli.paths import cached_commit, given_path
 from bandpo_cli.processes.ranks import (

@@ -17,8 +17,7 @@ from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.memory_check import OnEstimate, out_of_memory_errors
 from bandpo_cli.experiments.monitor import Dispatcher
-from bandpo_cli.experiments.plan import Plan
-from bandpo_cli.experiments.preflight import problems_by_grader
+from bandpo_cli.experiments.plan import Plan, problems_by_grader
 from bandpo_cli.experiments.run import TrainEvents, load_components, start_run
 from bandpo_cli.grading.pool import DUMMY_TEXT, IMPORT_ADVICE, GraderPool, problem_error
 from bandpo_cli.paths import path_exists, user_path
