@@ -74,7 +74,9 @@ def test_a_pointer_of_git_lfs_has_fewer_than_1024_bytes(tmp_path: Path) -> None:
     lfs_pointer(file := tmp_path / "file")
     pointer = file.read_bytes()
     file.write_bytes(pointer.ljust(1023))
-    with pytest.raises(ConfigError, match=r"^the data: is a git-lfs pointer without the content of the file; run"):
+    with pytest.raises(
+        ConfigError, match=r"^the data: is a git-lfs pointer without the content of the file; run"
+    ):
         check_regular_file(file, "the data")
     file.write_bytes(pointer.ljust(1024))
     assert check_regular_file(file, "the data") == 1024
