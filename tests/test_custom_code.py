@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.config.layers import read_config
-from bandpo_cli.custom_code import (
-    FOLDERS_VARIABLE,
-    add_code_folder,
-    code_first_in,
-    code_from,
-    load_function,
-)
+from bandpo_cli.custom_code import FOLDERS_VARIABLE, add_code_folder, code_first_in, code_from, load_function
 from bandpo_cli.storage.run_record import changed_code, keep_code
 
 

@@ -1,7 +1,5 @@
 """Commands that read run folders: `bandpo runs`, `show`, `samples`, `view` and `plot`."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """Scores of an evaluation set: the definition of each metric, for `bandpo eval` and for training alike."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter, defaultdict

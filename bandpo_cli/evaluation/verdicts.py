@@ -3,8 +3,6 @@
 One observation is the difference in one seed (`bandpo report`) or on one problem (`bandpo eval compare`).
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 `grading.workers` has the messages, and the parent's side. `CallServer` is the event loop of an asynchronous function.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

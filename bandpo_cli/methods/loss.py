@@ -168,13 +168,9 @@ class IntervalLoss(PolicyLoss):
     `loss_type` "grpo", "bnpo" and "dapo" (no dual clip), for the methods clip and clip-higher.
     """
 
-    def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
-        super().__init__(settings, objective)
-        self._bounds = settings.ratio_bounds()
-
     def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return the bounds of the ratio, `lower` and `upper`, 0 ≤ lower ≤ 1 ≤ upper; upper may be inf."""
-        return self._bounds(old_logprobs)._asdict()
+        return self.settings.ratio_bounds()(old_logprobs)._asdict()
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         advantages, dual_clip = batch.advantages, self.objective.dual_clip

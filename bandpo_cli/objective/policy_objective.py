@@ -32,11 +32,7 @@ class LossOutputs:
 
 
 def policy_objective(
-    loss: PolicyLoss,
-    logprobs: Tensor,
-    batch: LossBatch,
-    weights: Tensor,
-    entropy: Tensor | None = None,
+    loss: PolicyLoss, logprobs: Tensor, batch: LossBatch, weights: Tensor, entropy: Tensor | None = None
 ) -> LossOutputs:
     """Return Σ weight·(keep·loss + reference_kl·k3 + drift_penalty·log²r) − bonus of a micro-batch, with its gradients.
 

@@ -4,8 +4,6 @@ All forms of a report (HTML page, Markdown, CSV, JSON, terminal) are made from `
 are the keys of `bandpo report --format json`. One observation is one seed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace

@@ -4,8 +4,6 @@ A control is a variant that trains on a reward that says little of what is corre
 method clips nothing (`none`). A gain that a control has too is no effect of what the control lacks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rollouts: the setup of sampling, completions of one turn or of a conversation, and graded groups."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace

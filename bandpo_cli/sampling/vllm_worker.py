@@ -4,8 +4,6 @@ The context managers undo what vLLM changes for the complete process. `PolicyWor
 the weights are. `ComparedWeights` is the trainer's side of the comparison after a sync.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -6,8 +6,6 @@
 - A run and an experiment are found by their identifiers, and a run whose creation was not answered by `KEY_TAG`.
 """
 
-from __future__ import annotations
-
 import getpass
 import json
 import logging

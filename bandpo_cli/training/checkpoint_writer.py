@@ -8,8 +8,6 @@ time. That of the last step is written without a thread, before the step's line;
 calls its methods in the same order.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -5,8 +5,6 @@ depends on the sign of the advantage. Its ratio is *outside* where it is not wit
 *gradient weight* is the factor w in the gradient w·a·∇log π (`objective.loss.LossOutputs`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, starmap

@@ -12,13 +12,7 @@ import torch
 from scripts.gpu_check.grader import SLOW_GRADER
 from scripts.gpu_check.results import Measured, Skipped
 from scripts.gpu_check.throughput import SEQUENCES, decode_values
-from scripts.gpu_check.training import (
-    TrainedRun,
-    is_missing,
-    memory_limits,
-    step_limits,
-    train_steps,
-)
+from scripts.gpu_check.training import TrainedRun, is_missing, memory_limits, step_limits, train_steps
 from scripts.gpu_check.work import Work
 
 if TYPE_CHECKING:

@@ -239,11 +239,7 @@ PROCESS = "sampling.engine_process=false"
     [
         ("transformers", False, [PROCESS, "sampling.max_sequences=512"]),
         ("vllm", False, [PROCESS, "sampling.vllm.kv_cache_gb=1"]),
-        (
-            "vllm",
-            True,
-            [PROCESS, "sampling.vllm.sleep=true", "sampling.vllm.memory_fraction=0.3"],
-        ),
+        ("vllm", True, [PROCESS, "sampling.vllm.sleep=true", "sampling.vllm.memory_fraction=0.3"]),
     ],
 )
 def test_less_memory_without_an_engine_process(engine, on_gpu, of_the_engine):

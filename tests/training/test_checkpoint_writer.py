@@ -21,11 +21,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.errors import RunError, SignalExit, UserError
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.storage.checkpoints import (
-    complete_checkpoints,
-    model_checkpoints,
-    remove_checkpoints_after,
-)
+from bandpo_cli.storage.checkpoints import complete_checkpoints, model_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training import checkpoint_writer
 from bandpo_cli.training.build import load_checkpoint

@@ -21,12 +21,7 @@ from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.update import AppliedUpdates, update_policy
 from bandpo_cli.types import Group
 from tests.training import small_updates
-from tests.training.small_updates import (
-    config_of,
-    graded_groups,
-    policy_of,
-    weights_of,
-)
+from tests.training.small_updates import config_of, graded_groups, policy_of, weights_of
 
 RATIO_METRICS = {"ratio/mean", "ratio/max", "kl/old_new", "clip/outside_fraction"}
 """Metrics of the tokens that went through the model in an update."""

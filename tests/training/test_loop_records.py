@@ -256,10 +256,7 @@ def test_a_stop_does_not_rewrite_an_existing_checkpoint(tmp_path: Path, small_mo
     assert written == [(recording.folder.checkpoint_dir(1) / "config.json").stat().st_ino]
 
 
-@pytest.mark.parametrize(
-    ("failing", "answers", "lines"),
-    [("eval", 24, 0), ("training", 16, 1)],
-)
+@pytest.mark.parametrize(("failing", "answers", "lines"), [("eval", 24, 0), ("training", 16, 1)])
 def test_a_step_with_grader_errors_only_ends_the_run(
     tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch, failing: str, answers: int, lines: int
 ) -> None:

@@ -127,10 +127,7 @@ def test_joined_token_texts_are_the_text_of_the_completion(tmp_path: Path) -> No
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     text = "So 3 + 4 = 7 .\n</script> é"
     trainer = BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=ByteLevel.alphabet(),
-        special_tokens=["<|end|>"],
-        show_progress=False,
+        vocab_size=300, initial_alphabet=ByteLevel.alphabet(), special_tokens=["<|end|>"], show_progress=False
     )
     backend.train_from_iterator([text], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
