@@ -309,7 +309,8 @@ class TransformersSampler(Sampler):
                 tails = tokens[active, max(0, step + 1 - self.stops.tail) : step + 1].tolist()
                 matched = [self.stops.end(tail, len(tail) - 1) is not None for tail in tails]
                 ends |= torch.tensor(matched, device=device) & running
-            counts[active[ends]], stopped[active[ends]] = step + 1, True
+            counts[active] = counts[active].masked_fill(ends, step + 1)
+            stopped[active] |= ends
             running &= ~ends & (limits[active] > step + 1)
             left = int(running.sum())
             if not left:
