@@ -115,6 +115,10 @@ class Script(TransformersSampler):
         self.streams, self._tokenizer, self._reply = streams, tokenizer, reply
         self.requests: list[SampleRequest] = []
 
+    def sample_stream(self, requests: Any, params: SamplingParams, in_order: bool = True) -> Any:
+        for number, request in enumerate(filter(None, requests)):
+            yield number, self.sample_request(request, params)
+
     def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
         self.requests.append(request)
         assert request.turns_P is not None
