@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -212,9 +212,7 @@ def contents(completion: Completion) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_the_next_turn_continues_from_the_tokens_and_not_from_the_text(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_the_next_turn_continues_from_the_tokens_and_not_from_the_text(tokenizer):
     talk = Talk(tokenizer)
     completion = talk.one(once(f"I add.{call(a=40, b=2)}", "42"))
     first, second = talk.sampler.requests
@@ -237,9 +235,7 @@ def test_the_next_turn_continues_from_the_tokens_and_not_from_the_text(
     assert graded.extra == {**problems()[0].extra, "messages": about.messages}
 
 
-def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(tokenizer):
     """A call in single bytes, as a model may sample it: its text tokenized again has fewer tokens."""
     text = call(a=1, b=1)
 
@@ -276,9 +272,7 @@ def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', MALFORMED, 5.0),
     ],
 )  # fmt: skip
-def test_what_goes_wrong_in_a_call_is_a_result_that_the_model_reads(
-    tokenizer: PreTrainedTokenizerBase, words: str, content: str, deadline: float
-) -> None:
+def test_what_goes_wrong_in_a_call_is_a_result_that_the_model_reads(tokenizer, words, content, deadline):
     talk = Talk(tokenizer, deadline=deadline)
     completion = talk.one(once(words, "done"))
     assert completion.conversation is not None
@@ -301,9 +295,7 @@ def nested(levels: int) -> str:
         (call(a="x" * (1 << 16), b=1), "Error: a call has at most 65,536 characters"),
     ],
 )
-def test_calls_beyond_the_limits_are_malformed(
-    tokenizer: PreTrainedTokenizerBase, words: str, error: str
-) -> None:
+def test_calls_beyond_the_limits_are_malformed(tokenizer, words, error):
     talk = Talk(tokenizer)
     long = SamplingParams(1, 1.0, 1 << 18, ())
     about = talk.one(once(words, "done"), params=long).conversation
@@ -315,9 +307,7 @@ def test_calls_beyond_the_limits_are_malformed(
     assert last["function"]["arguments"] == "a message has at most 32 calls; the other 8 were not made"
 
 
-def test_characters_without_an_encoding_in_the_name_of_a_tool_end_no_run(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_characters_without_an_encoding_in_the_name_of_a_tool_end_no_run(tokenizer, monkeypatch):
     template = TOOLS_TEMPLATE.replace("{{ m['content'] }}", "{{ m['name'] }}{{ m['content'] }}")
     monkeypatch.setattr(tokenizer, "chat_template", template)
     talk = Talk(tokenizer)
@@ -325,9 +315,7 @@ def test_characters_without_an_encoding_in_the_name_of_a_tool_end_no_run(
     assert contents(completion)[1] == "Error: no tool '?'; there are add"
 
 
-def test_calls_are_read_as_the_response_template_of_the_tokenizer_says(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_are_read_as_the_response_template_of_the_tokenizer_says(tokenizer, monkeypatch):
     """Calls in another form, one of them with arguments that are no object, and a message that it cannot read."""
     call_field = {
         "open": "[call]",
@@ -361,13 +349,13 @@ def test_calls_are_read_as_the_response_template_of_the_tokenizer_says(
     assert (completion.conversation.calls, completion.conversation.failed_calls) == (1, 1)
 
 
-def test_the_calls_of_a_turn_are_answered_in_their_order(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_calls_of_a_turn_are_answered_in_their_order(tokenizer):
     talk = Talk(tokenizer)
     completion = talk.one(once(call(a=1, b=1) + call(a=13, b=1) + call(a=2, b=2), "done"))
     assert contents(completion) == ["", "2", "Error: RuntimeError: no 13", "4", "done"]
 
 
-def test_conversations_end_at_the_limits_of_turns_and_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_conversations_end_at_the_limits_of_turns_and_tokens(tokenizer):
     again = once(call(a=1, b=1))
     talk = Talk(tokenizer)
     completion = talk.one(again)
@@ -384,9 +372,7 @@ def test_conversations_end_at_the_limits_of_turns_and_tokens(tokenizer: PreTrain
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_requests_come_back_in_order_and_do_not_depend_on_the_others(
-    tokenizer: PreTrainedTokenizerBase, streams: bool
-) -> None:
+def test_requests_come_back_in_order_and_do_not_depend_on_the_others(tokenizer, streams):
     """Conversations of one and two turns; seeds depend on problem, sample and turn alone."""
 
     def reply(prompt: str) -> str:
@@ -406,7 +392,7 @@ def test_requests_come_back_in_order_and_do_not_depend_on_the_others(
     assert [len(group) for group in together[0]] == [2] * 5
 
 
-def test_an_environment_gives_messages_and_the_reward(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_environment_gives_messages_and_the_reward(tokenizer):
     """The guesses converge by the answers; some of the steps are repeated by another worker."""
 
     def reply(prompt: str) -> str:
@@ -431,9 +417,7 @@ def test_an_environment_gives_messages_and_the_reward(tokenizer: PreTrainedToken
     assert len({str(contents(group[0])) for group in groups}) > 3
 
 
-def test_replies_to_a_call_of_the_stream_that_ended_early_are_dropped(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replies_to_a_call_of_the_stream_that_ended_early_are_dropped(tokenizer, monkeypatch):
     """They arrive together with the others."""
     talk = Talk(tokenizer)
     poll = talk.pool.poll
@@ -445,14 +429,12 @@ def test_replies_to_a_call_of_the_stream_that_ended_early_are_dropped(
 @pytest.mark.parametrize(
     "message", [5, {"content": "no role"}, {"role": "user"}, {"role": "user", "content": 5}]
 )
-def test_an_environment_returns_texts_or_messages(message: Any) -> None:
+def test_an_environment_returns_texts_or_messages(message):
     with pytest.raises(ValueError, match="texts or messages with role and content, not"):
         tools.as_messages([message])
 
 
-def test_the_environments_used_last_are_kept_and_the_others_repeat_their_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_environments_used_last_are_kept_and_the_others_repeat_their_steps(monkeypatch):
     monkeypatch.setattr(tools, "KEPT_ENVIRONMENTS", 1)
     environments = tools.load_environment(["turns_code:Endless"])
     steps = []
@@ -463,9 +445,7 @@ def test_the_environments_used_last_are_kept_and_the_others_repeat_their_steps(
 
 
 @pytest.mark.parametrize("exit", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_an_exit_in_a_tool_or_an_environment_is_its_error(
-    exit: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exit_in_a_tool_or_an_environment_is_its_error(exit, monkeypatch):
     def leave() -> None:
         raise exit("no")
 
@@ -476,7 +456,7 @@ def test_an_exit_in_a_tool_or_an_environment_is_its_error(
         tools.load_environment(["mine:Env"])
 
 
-def test_an_environment_that_never_ends_or_fails(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_environment_that_never_ends_or_fails(tokenizer):
     talk = Talk(tokenizer, "Endless", max_turns=3)
     completion = talk.one(once("well"))
     assert (completion.conversation.turns, completion.conversation.reward) == (3, 0.25)  # type: ignore[union-attr]
@@ -495,9 +475,7 @@ def test_an_environment_that_never_ends_or_fails(tokenizer: PreTrainedTokenizerB
 
 
 @pytest.mark.slow
-def test_a_message_that_is_cut_is_ended_and_the_conversation_continues(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_a_message_that_is_cut_is_ended_and_the_conversation_continues(tokenizer):
     """The model then reads what the template makes of the conversation, as after a message that it has ended."""
     long = "well " * 30
     talk = Talk(tokenizer, "Endless", max_turns=3, max_tokens=6)
@@ -519,7 +497,7 @@ def test_a_message_that_is_cut_is_ended_and_the_conversation_continues(
 
 
 @pytest.mark.slow
-def test_an_environment_of_trl_has_tools(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_environment_of_trl_has_tools(tokenizer):
     def use(name: str, **arguments: int) -> str:
         return call(**arguments).replace("add", name)
 
@@ -538,9 +516,7 @@ def test_an_environment_of_trl_has_tools(tokenizer: PreTrainedTokenizerBase) -> 
     assert completion.finish_reason == "stop"
 
 
-def test_messages_that_cannot_be_rendered_end_their_conversation_alone(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_that_cannot_be_rendered_end_their_conversation_alone(tokenizer, monkeypatch):
     refusing = "{% for m in messages if m['role'] == 'judge' %}{{ raise_exception('no judge') }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", refusing + TOOLS_TEMPLATE)
     talk = Talk(tokenizer, "Odd")
@@ -553,7 +529,7 @@ def test_messages_that_cannot_be_rendered_end_their_conversation_alone(
 
 
 @pytest.mark.slow
-def test_tools_and_environments_that_cannot_be_used(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_tools_and_environments_that_cannot_be_used(tokenizer):
     with pytest.raises(ConfigError, match=r"task.tools: 'untyped' needs type hints and a docstring"):
         tool_schemas(("turns_code:untyped",), False)
     with pytest.raises(ConfigError, match=r"task.tools: module 'turns_code' has no function 'sub'"):
@@ -588,7 +564,7 @@ def test_tools_and_environments_that_cannot_be_used(tokenizer: PreTrainedTokeniz
         ('{"name": "f", "arguments": {}} {', '{"name": "f", "arguments": {}} {', []),
     ],
 )
-def test_calls_in_the_format_of_hermes(text: str, content: str, calls: Iterable[Any]) -> None:
+def test_calls_in_the_format_of_hermes(text, content, calls):
     message = parse_calls(text)
     functions = [item["function"] for item in message.get("tool_calls", ())]
     assert message["content"] == content
