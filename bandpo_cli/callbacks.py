@@ -1,12 +1,11 @@
 """Callbacks of experiments, and what they receive: the run at its start, each step, the result."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from bandpo_cli.errors import UserError, one_line
+from bandpo_cli.errors import one_line
 from bandpo_cli.types import Rollout, RunStatus
 
 
@@ -93,34 +92,6 @@ class Callback(Generic[Info, Report, Result]):
 
     def end(self, result: Result) -> None:
         """Receive the result, after it is on disk."""
-
-
-class Dispatcher(Callback[Info, Report, Result]):
-    """Forward each event to several callbacks, in their order; `end` reaches all of them, also when one raises."""
-
-    def __init__(self, callbacks: Sequence[Callback[Info, Report, Result]]) -> None:
-        """Take callbacks; one need not be in a list. Raises UserError for what is no callback."""
-        self._callbacks = callbacks if isinstance(callbacks, Sequence) else [callbacks]
-        for callback in self._callbacks:
-            if isinstance(callback, type) or not hasattr(callback, "phase"):
-                raise UserError(f"callbacks: {callback!r:.80} is no object of a subclass of CallbackBase")
-
-    def start(self, info: Info) -> None:
-        for callback in self._callbacks:
-            callback.start(info)
-
-    def phase(self, name: str) -> None:
-        for callback in self._callbacks:
-            callback.phase(name)
-
-    def step(self, report: Report) -> None:
-        for callback in self._callbacks:
-            callback.step(report)
-
-    def end(self, result: Result) -> None:
-        with ExitStack() as stack:
-            for callback in reversed(self._callbacks):
-                stack.callback(callback.end, result)
 
 
 CallbackBase = Callback[Any, Any, Any]

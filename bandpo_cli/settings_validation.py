@@ -56,9 +56,6 @@ class Section(BaseModel):
             f"{name} = {value!r}: settings are frozen; bandpo_cli.config.layers.with_values changes a copy"
         )
 
-    def __hash__(self) -> int:
-        return hash(repr(self))  # pydantic's own hash fails for a field that is a dictionary
-
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, values: Any) -> Any:

@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # equality bit for bit requires t
 from shared import command_line, content_of_run
 
 from bandpo_cli.config.layers import read_assignments, resolve
-from bandpo_cli.experiments.plan import plan_resume
+from bandpo_cli.experiments.resume_and_fork import plan_resume
 from bandpo_cli.experiments.run import resume, train
 from bandpo_cli.storage.run_folder import RunFolder
 

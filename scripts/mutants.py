@@ -6,7 +6,8 @@
 
 `scripts/mutants.toml` lists the errors that no mutation tool makes. In pyproject.toml, `[tool.mutants]` names the
 modules of the random mutations and the tests of every module. An error is caught if these tests fail; an error that
-survives needs a test. Exit code 1: an error survived, or a listed text is not in the modules exactly once.
+survives needs a test. The tests run without an error first. Exit code 1: an error survived, tests failed without an
+error, or a listed text is not in the modules exactly once.
 
 Every copy is tested in a forked process of a parent that has imported the heavy libraries already, because importing
 torch and transformers takes longer than most of the tests.
@@ -29,7 +30,8 @@ import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,10 @@ PRELOADED = [
     "scipy.optimize",
 ]
 PRELOADED += ["matplotlib.pyplot", "hypothesis", "pytest", "typer.testing", "mpmath", "rich.live"]
-LIMIT_S = 300.0
-"""Seconds after which the tests of an error count as failed: an endless loop is caught as well."""
+COPIED = ("bandpo_cli", "tests", "configs", "scripts", "examples", "benchmarks")
+LIMIT_S = 60.0
+"""Seconds beyond the time of all tests after which an error counts as caught: an endless loop is caught as well."""
+SURVIVED = "SURVIVED"
 PYTEST = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
 
 
@@ -71,7 +75,7 @@ def modules() -> dict[str, tuple[str, list[str]]]:
     for place, tests in settings()["tests"].items():
         for path in sorted((ROOT / place).rglob("*.py")) if place.endswith("/") else [ROOT / place]:
             found[str(path.relative_to(ROOT))] = path.read_text(), tests
-    return found
+    return {file: (text, tests) for file, (text, tests) in found.items() if tests}
 
 
 def listed() -> tuple[list[Mutant], list[str]]:
@@ -114,39 +118,45 @@ def random_mutants(number: int, seed: int) -> list[Mutant]:
                 places.setdefault((file, start), []).append((name, occurrence))
     generator = random.Random(seed)
     mutants = []
-    for file, start in generator.sample(sorted(places), number):
+    for file, start in generator.sample(sorted(places), len(places)):
         name, occurrence = generator.choice(places[file, start])
         source, tests = modules()[file]
-        text = mutate_code(source, get_operator(name)(), occurrence)
-        assert text is not None
+        try:
+            text = mutate_code(source, get_operator(name)(), occurrence)
+            assert text is not None
+            ast.parse(text)
+        except (AttributeError, SyntaxError):  # from `except module.Error`, and from `**options` in a call
+            continue
         changed = [line for line in difflib.ndiff(source.splitlines(), text.splitlines()) if line[0] in "-+"]
         description = f"{name.removeprefix('core/')}, line {start[0]}: " + " ".join(
             " ".join(line.split()) for line in changed
         )
         mutants.append(Mutant(file, description, text, tuple(tests)))
+        if len(mutants) == number:
+            break
     return mutants
 
 
-def run(mutant: Mutant, workplace: Path) -> tuple[str, float, str]:
+def run(mutant: Mutant, workplace: Path, limit: float | None) -> tuple[str, float, str]:
     """Test a copy of the repository with the error; return the verdict, the seconds and the output of pytest."""
     start = time.perf_counter()
     copy = Path(tempfile.mkdtemp(dir=workplace))
-    for name in ("bandpo_cli", "tests", "configs", "scripts", "examples"):
+    for name in COPIED:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "Makefile", "docs"):
-        os.symlink(ROOT / name, copy / name)
+    for path in (ROOT / "docs", *filter(Path.is_file, ROOT.iterdir())):
+        os.symlink(path, copy / path.name)
     (copy / mutant.file).write_text(mutant.text)
     log = copy / "pytest.log"
     process = multiprocessing.get_context("fork").Process(target=_run_tests, args=(copy, mutant.tests, log))
     process.start()
-    process.join(LIMIT_S)
+    process.join(limit)
     if process.is_alive():
         verdict = "caught (time limit)"
         os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
     else:
         # 1: tests failed; 2: collection stopped with errors, such as an import that fails.
-        verdicts = {0: "SURVIVED", 1: "caught", 2: "caught"}
+        verdicts = {0: SURVIVED, 1: "caught", 2: "caught"}
         verdict = verdicts.get(process.exitcode or 0, f"pytest: {process.exitcode}")
     output = log.read_text(errors="replace")
     shutil.rmtree(copy, ignore_errors=True)
@@ -164,9 +174,15 @@ def _run_tests(copy: Path, tests: Sequence[str], log: Path) -> None:
     sys.path.insert(0, str(copy))
     import pytest
 
-    # The slow tests of a file are run, because some errors show only there; those of a folder would take too long.
-    marker = [] if all(test.endswith(".py") for test in tests) else ["-m", "not slow"]
-    os._exit(pytest.main([*PYTEST, *marker, *tests]))
+    class FastTestsOfFolders:
+        """The slow tests of a named file run, because some errors show only there; those of a folder are left out."""
+
+        @pytest.hookimpl(trylast=True)
+        def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+            files = {copy / test for test in tests}
+            items[:] = [item for item in items if item.path in files or not item.get_closest_marker("slow")]
+
+    os._exit(pytest.main([*PYTEST, *tests], [FastTestsOfFolders()]))
 
 
 def _preload() -> None:
@@ -209,7 +225,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="mutants-") as workplace,
         ThreadPoolExecutor(options.jobs) as pool,
     ):
-        results = pool.map(lambda name: run(names[name], Path(workplace)), selected)
+        # Tests that fail in a copy without an error would catch every error.
+        tests = dict.fromkeys(chain.from_iterable(names[name].tests for name in selected))
+        file, (text, _) = next(iter(modules().items()))
+        verdict, limit, output = run(Mutant(file, "", text, tuple(tests)), Path(workplace), limit=None)
+        print(
+            f"{'tests passed' if verdict == SURVIVED else verdict:20} {limit:5.0f} s  without an error",
+            flush=True,
+        )
+        if verdict != SURVIVED:
+            print(output, file=sys.stderr)
+            return 1
+        test = partial(run, workplace=Path(workplace), limit=LIMIT_S + limit)
+        results = pool.map(test, [names[name] for name in selected])
         for number, (name, (verdict, seconds, output)) in enumerate(zip(selected, results, strict=True), 1):
             print(f"{verdict:20} {seconds:5.0f} s  {name}", flush=True)
             if not verdict.startswith("caught"):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 PACKAGE = Path(__file__).parents[1] / "bandpo_cli"
 COMMAND = ["train", "--steps=1", "--no-mlflow", "--set=sampling.prompts=2", "--set=optim.updates=1"]
 COMMAND += ["--set=evaluation.every=0"]
-LIMITS = {"files": 54, "functions": 387, "changes of file": 371}
+LIMITS = {"files": 50, "functions": 380, "changes of file": 366}
 """The largest allowed counts. Lower a limit when the way becomes shorter; no feature that can be off it raises one."""
 
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")

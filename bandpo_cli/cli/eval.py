@@ -56,7 +56,7 @@ _OF_RESUME = {
 """The options without effect where stored completions are scored, and the options with an effect in a resume."""
 
 _TASK_HELP = f"{opt.TASKS_TEXT}, or a .jsonl, .json, .csv or .parquet file; repeatable."
-_TASK = opt.option("NAME|FILE", "the evaluation sets of the run", **opt.TASK_VALUES, help=_TASK_HELP)
+_TASK = opt.option("NAME|FILE", "the evaluation sets of the run", complete=opt.complete_task, help=_TASK_HELP)
 
 
 @eval_app.callback()
@@ -105,6 +105,7 @@ def evaluate(
     """
     if context.invoked_subcommand is not None:
         return None
+    opt.print_members(task or [])
     # The imports create 175,000 objects and hardly any garbage; Python's threshold of 700 costs 0.35 s.
     gc.set_threshold(50_000, 10, 10)
     from bandpo_cli.cli.launch_and_watch_ranks import launch
@@ -112,7 +113,7 @@ def evaluate(
     from bandpo_cli.experiments import evaluate as run_evaluation
     from bandpo_cli.experiments.eval_plan import MAX_K, plan_evaluation, plan_evaluation_resume
     from bandpo_cli.experiments.eval_run import resume_evaluation
-    from bandpo_cli.experiments.preflight import choose_run_name, read_numbers
+    from bandpo_cli.experiments.plan import choose_run_name, read_numbers
     from bandpo_cli.storage.run_folder import EvalFolder
 
     console = open_console(stderr=format_ == "json", long_running=True)

@@ -205,11 +205,9 @@ class Flag:
             raise UserError(f"{given}: {expected} is expected") from None
 
 
-def print_members(context: typer.Context, tasks: list[str] | None) -> list[str] | None:
-    """Print the members of a task and exit if a value of `--task` is TASK:list; return the values otherwise."""
-    if context.resilient_parsing:  # a shell completes a later word
-        return tasks
-    for task, member in filter(None, map(split_member, tasks or [])):
+def print_members(tasks: Iterable[str]) -> None:
+    """Print the members of a task and exit if one of the values of `--task` is TASK:list."""
+    for task, member in filter(None, map(split_member, tasks)):
         if member == "list":
             from bandpo_cli.config.task import check_package
 
@@ -218,12 +216,12 @@ def print_members(context: typer.Context, tasks: list[str] | None) -> list[str] 
             width = max(map(len, members))
             typer.echo("\n".join(f"{name:{width}}  {text}".rstrip() for name, text in members.items()))
             raise typer.Exit
-    return tasks
 
 
 def _read_task(values: list[str]) -> dict[str, Any]:
     from bandpo_cli.config.task import task_from_arguments
 
+    print_members(values)
     return task_from_arguments(values)
 
 
@@ -231,9 +229,6 @@ def split_commas(texts: Iterable[str]) -> list[str]:
     """Return the values of an option that may be repeated or hold several values separated by commas."""
     return [value.strip() for text in texts for value in text.split(",")]
 
-
-TASK_VALUES: dict[str, Any] = {"callback": print_members, "complete": complete_task}
-"""Arguments of `option` for `--task`."""
 
 # fmt: off
 _REGION_METHODS = METHODS.names_text([name for name, method in METHODS.items() if method.trust_region])
@@ -265,7 +260,7 @@ SETTINGS = (
          "the bundled model", "MODEL", sweep="several values"),
     Flag("--task", "task", list[str],
          f"Problems to train on: {TASKS_TEXT}, or a .jsonl, .json, .csv or .parquet file of questions and answers.",
-         "countdown", "NAME|FILE", convert=_read_task, more=TASK_VALUES),
+         "countdown", "NAME|FILE", convert=_read_task, more={"complete": complete_task}),
     _TEMPLATE,
     _GRADER,
     Flag("--lr", "optim.lr", float, "Peak learning rate.", "5e-5 for the bundled model, else 1e-6", "RATE",

@@ -126,7 +126,7 @@ def sweep(
         return
     from bandpo_cli.config.layers import nest, read_assignments, read_config
     from bandpo_cli.experiments import sweep as run_sweep
-    from bandpo_cli.experiments.preflight import choose_run_name, extreme_settings
+    from bandpo_cli.experiments.plan import choose_run_name, extreme_settings
     from bandpo_cli.storage.run_folder import shell_command
     from bandpo_cli.sweeps.estimate import check_starts
     from bandpo_cli.sweeps.sweep_plan import SweepPlan, plan_sweep

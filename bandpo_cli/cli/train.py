@@ -68,8 +68,8 @@ def train(
     """
     from bandpo_cli.cli.launch_and_watch_ranks import launch
     from bandpo_cli.config.layers import nest, read_assignments, read_config, resolve
-    from bandpo_cli.experiments.plan import locked_resume, plan_fork, plan_training
-    from bandpo_cli.experiments.preflight import new_run_layers
+    from bandpo_cli.experiments.plan import new_run_layers, plan_training
+    from bandpo_cli.experiments.resume_and_fork import locked_resume, plan_fork
 
     layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
     to_start = None if nproc is None else ranks_to_start(nproc)

@@ -24,9 +24,8 @@ from bandpo_cli.config.batch_and_sampling import (
 )
 from bandpo_cli.config.task import CountdownTask, TaskSettings
 from bandpo_cli.errors import ConfigError, has_secret, plural
-from bandpo_cli.methods.band_and_clip import BandSettings
 from bandpo_cli.methods.importance_correction import DEFAULT_CAP, ImportanceRules, check_importance
-from bandpo_cli.methods.settings import MethodSettings
+from bandpo_cli.methods.settings import BandSettings, MethodSettings
 from bandpo_cli.metric_names import FLOPS, SAMPLED_TOKENS
 from bandpo_cli.registries import ADVANTAGES, TRACKERS
 from bandpo_cli.settings_validation import (

@@ -167,14 +167,6 @@ class TaskSettings(TaggedSection):
         """The name of the task in overviews."""
         return self.name
 
-    @model_validator(mode="after")
-    def _check_tools(self) -> Self:
-        require(
-            not (self.tools and self.environment),
-            "tools and environment: a task has one of them; remove the other",
-        )
-        return self
-
     @property
     def functions(self) -> tuple[str, ...]:
         """The tools or the environment; empty for completions of a single turn."""
@@ -185,6 +177,14 @@ class TaskSettings(TaggedSection):
         """The rewards of evaluations: `rewards` without controls; None for the grader of the answers alone."""
         kept = tuple(reward for reward in self.rewards or () if not reward.is_control)
         return kept if any(reward.weight for reward in kept) else None
+
+    @field_validator("environment")
+    @classmethod
+    def _check_no_tools(cls, environment: str | None, info: ValidationInfo) -> str | None:
+        require(
+            not (environment and info.data.get("tools")), "a task has this or tools; leave one of them out"
+        )
+        return environment
 
     @field_validator("max_turns", "max_turn_tokens", "max_result_chars")
     @classmethod

@@ -17,18 +17,16 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, TaskSettings, task_from_arguments
 from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError, UserError, nearest, plural
-from bandpo_cli.experiments.preflight import (
+from bandpo_cli.experiments.plan import check_graders, check_model_and_task, prepare_task
+from bandpo_cli.paths import given_path, nearest_file, path_exists, user_path
+from bandpo_cli.registries import BUNDLED_MODELS, DATASETS, generated_tasks, split_member
+from bandpo_cli.storage.checkpoints import (
     ModelRef,
-    check_graders,
-    check_model_and_task,
     check_model_contents,
     check_model_path,
-    prepare_task,
     resolve_model,
     run_layers,
 )
-from bandpo_cli.paths import given_path, nearest_file, path_exists, user_path
-from bandpo_cli.registries import BUNDLED_MODELS, DATASETS, generated_tasks, split_member
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import (
     RECORD_FILE,

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
-from bandpo_cli.callbacks import Callback, Dispatcher
+from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig, check_ranks
 from bandpo_cli.errors import UserError, closed_at_end, redact_credentials, warn_on_failure
@@ -28,10 +28,12 @@ from bandpo_cli.experiments.eval_plan import (
     plan_evaluation_resume,
 )
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
-from bandpo_cli.experiments.preflight import ModelRef, choose_run_name
+from bandpo_cli.experiments.monitor import Dispatcher
+from bandpo_cli.experiments.plan import choose_run_name
 from bandpo_cli.grading.pool import GraderPool, check_not_all_failed, failure_warnings, grade_components
 from bandpo_cli.paths import given_path
 from bandpo_cli.processes.ranks import Ranks, connected_ranks, is_main_process, rank_count
+from bandpo_cli.storage.checkpoints import ModelRef
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RECORD_FILE, EvalFolder, PartKey
 from bandpo_cli.storage.run_record import describe_environment, keep_code, read_record

@@ -15,13 +15,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.callbacks import Callback, Dispatcher
+from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig, TrackingConfig, with_dtype
 from bandpo_cli.custom_code import code_from
 from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials, user_code_location
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
-from bandpo_cli.experiments.preflight import check_graders, choose_run_name, load_task, resolve_model
+from bandpo_cli.experiments.monitor import Dispatcher
+from bandpo_cli.experiments.plan import check_graders, choose_run_name, load_task
 from bandpo_cli.exports import verl_files, verl_settings
 from bandpo_cli.exports.verl_files import CONFIG_FILE, VERL_VERSION
 from bandpo_cli.exports.verl_settings import MODEL, InFolder, Overrides
@@ -29,6 +30,7 @@ from bandpo_cli.paths import given_path, is_adapter_folder, path_exists, user_pa
 from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.results import RunOverview, describe_line
 from bandpo_cli.storage import files
+from bandpo_cli.storage.checkpoints import resolve_model
 from bandpo_cli.storage.files import apply_umask, export_folder, write_json, write_text
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, find_folder
 from bandpo_cli.storage.run_record import read_stored_run

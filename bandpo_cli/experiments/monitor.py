@@ -1,4 +1,4 @@
-"""Monitors of a run's steps: the criteria of `stop`, advice where nothing is learned, and a profiler trace.
+"""Observers of a run: the dispatch of its events, the criteria of `stop`, advice on its steps, and a profiler trace.
 
 A criterion ends a run once its metric was beyond its limit in a number of consecutive steps, and a budget with the step
 that reaches it.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bandpo_cli.callbacks import CallbackBase, RunInfo, RunResult, StepReport
+from bandpo_cli.callbacks import Callback, CallbackBase, Info, Report, Result, RunInfo, RunResult, StepReport
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask
@@ -63,6 +64,34 @@ _EXCERPT = 160
 
 _CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call> (or the form of its response template)'
 """The forms of a call (`sampling.conversations`)."""
+
+
+class Dispatcher(Callback[Info, Report, Result]):
+    """Forward each event to several callbacks, in their order; `end` reaches all of them, also when one raises."""
+
+    def __init__(self, callbacks: Sequence[Callback[Info, Report, Result]]) -> None:
+        """Take callbacks; one need not be in a list. Raises UserError for what is no callback."""
+        self._callbacks = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+        for callback in self._callbacks:
+            if isinstance(callback, type) or not hasattr(callback, "phase"):
+                raise UserError(f"callbacks: {callback!r:.80} is no object of a subclass of CallbackBase")
+
+    def start(self, info: Info) -> None:
+        for callback in self._callbacks:
+            callback.start(info)
+
+    def phase(self, name: str) -> None:
+        for callback in self._callbacks:
+            callback.phase(name)
+
+    def step(self, report: Report) -> None:
+        for callback in self._callbacks:
+            callback.step(report)
+
+    def end(self, result: Result) -> None:
+        with ExitStack() as stack:
+            for callback in reversed(self._callbacks):
+                stack.callback(callback.end, result)
 
 
 class StepMonitor:

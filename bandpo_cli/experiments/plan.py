@@ -1,82 +1,71 @@
-"""Plans of training runs that have been checked and not started: new runs, resumed runs, and forks of another run.
+"""Plan of a training run, and the checks of its names, settings and problems before torch is imported.
 
-A resumed run continues in its folder. The folder of a fork begins with the record of its parent up to the checkpoint,
-so that plots, reports and trackers have complete curves. `sampling.engine: auto` depends on the machine, and a model or
-data set on the hub can change: a resumed run and a fork have the engine, the dtype and the commits that the run or the
-parent started with. Nothing heavy is imported here.
+Functions here do not import torch, except for a custom method or estimator; `check_config` imports numpy.
 """
 
-from __future__ import annotations
-
+import json
+import logging
+import math
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from shlex import quote
-from typing import Any, get_args
+from typing import Any
 
-from bandpo_cli.config.batch_and_sampling import is_installed
-from bandpo_cli.config.layers import (
-    Layer,
-    Settings,
-    as_layers,
-    changes_text,
-    flatten,
-    read_layer,
-    resolve,
-    setting_changes,
-    setting_text,
-    with_values,
+from bandpo_cli.callbacks import Callback, TrainCallback
+from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent, check_engine, needs_answer
+from bandpo_cli.config.layers import Layer
+from bandpo_cli.config.run import RunConfig, check_ranks, dtype_on
+from bandpo_cli.custom_code import load_setting
+from bandpo_cli.errors import ConfigError, UserError, definition_location, plural
+from bandpo_cli.grading.answers import unparsed_references
+from bandpo_cli.grading.pool import check_grader
+from bandpo_cli.grading.tools import first_messages, tool_schemas
+from bandpo_cli.methods import METHODS
+from bandpo_cli.methods.settings import CustomSettings, TrustRegionSettings
+from bandpo_cli.paths import MODEL_CONFIG, cached_commit, is_adapter_folder, path_exists, user_path
+from bandpo_cli.processes.ranks import rank_count
+from bandpo_cli.registries import (
+    ADVANTAGES,
+    BUNDLED_MODELS,
+    DATASETS,
+    ENGINES,
+    ENVIRONMENT_GRADER,
+    generated_tasks,
 )
-from bandpo_cli.config.run import WITHOUT_EFFECT, Dtype, RunConfig, check_ranks
-from bandpo_cli.config.task import DataTask
-from bandpo_cli.custom_code import code_from
-from bandpo_cli.errors import ConfigError, UserError, plural
-from bandpo_cli.experiments.monitor import stop_reason
-from bandpo_cli.experiments.preflight import check_config, choose_run_name, inherited_layers, run_warnings
-from bandpo_cli.methods.settings import TrustRegionSettings
-from bandpo_cli.paths import given_path, is_commit, path_exists, read_json_object, relative_to_cwd
-from bandpo_cli.processes.ranks import is_main_process, rank_count
-from bandpo_cli.registries import AUTO_ENGINE, ENGINES
-from bandpo_cli.storage import checkpoints
-from bandpo_cli.storage.checkpoints import ANY_PROBLEMS, Progress, check_contents
-from bandpo_cli.storage.files import iterate_metrics, run_lock
-from bandpo_cli.storage.run_folder import (
-    VERL_FILE,
-    RunFolder,
-    find_run,
-    not_found,
-    shell_command,
-    timestamped,
-)
-from bandpo_cli.storage.run_record import changed_code, is_finished, read_parent
-from bandpo_cli.tasks.question_answers import hub_ids
-from bandpo_cli.tasks.task import Task
-from bandpo_cli.tracking.mlflow_store import is_redacted, tracking_store
+from bandpo_cli.storage.checkpoints import Progress, check_model_path, inherited_layers, resolve_model
+from bandpo_cli.storage.run_folder import RunFolder, check_name, timestamped, unused_name
+from bandpo_cli.tasks.rows import NotLoadedError
+from bandpo_cli.tasks.task import Task, build_task
+from bandpo_cli.tracking.trackers import tracker_class
+from bandpo_cli.types import Problem
 
-CHANGEABLE_SETTINGS = (
-    *WITHOUT_EFFECT, "optim.max_skips", "sampling.vllm.kv_cache_gb", "sampling.weight_transfer", "sampling.vllm.sleep",
-    "sampling.engine_process",
+log = logging.getLogger("bandpo_cli")
+
+_LARGE_LR = "optim.lr"
+_SMALL_LR = "optim.lr for adapters or a small model"
+_EXTREMES = (
+    (_LARGE_LR, 0, 3e-4, "reinforcement learning of all weights usually has 1e-7 to 1e-5"),
+    (_SMALL_LR, 0, 1e-3, "usual are up to 2e-4, and with LoRA up to 5e-4"),
+    ("optim.weight_decay", 0, 1, "usual are 0 to 0.1"),
+    ("optim.updates", 1, 64, "the last updates are far from the policy that sampled the batch; usual are 1 to 16"),
+    ("sampling.temperature", 0.1, 2, "low ones make the completions of a group equal, high ones make noise"),
+    ("evaluation.temperature", 0, 2, "the answers are noise; usual are 0 to 1"),
+    ("objective.reference_kl", 0, 1, "the penalty outweighs the reward; usual are 0 to 0.1"),
+    ("objective.entropy_bonus", 0, 0.1, "the bonus outweighs the reward, up to noise; usual are 0 to 0.01"),
 )  # fmt: skip
-"""Settings and complete sections that a resume may change: those without effect on the record, and limits that a run
-may have to change to continue after an error. `steps` may change too, under conditions."""
+"""Settings with the least and the largest value that no warning is about, and the reason or the usual values.
 
-_CHANGEABLE_PREFIXES = ("steps", *(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS))
+The usual values are those of public recipes: TRL, verl, DAPO, Dr. GRPO, and "LoRA Without Regret" for adapters. With
+1e-3, two updates of all weights end all answers of SmolLM2-135M (entropy 2.04 → 0.59); with 1e-4 it declines.
+"""
 
-_FIXED_SETTINGS = ("model.path", "model.revision", "model.dtype", "model.lora")
-"""Settings that a fork cannot change either: weights and optimizer state are those of the checkpoint."""
-
-_OF_THE_PROBLEMS = ("model.", "task.", "sampling.", "evaluation.")
-"""Sections that the problems of a run and of its evaluations depend on."""
-
-_OF_THE_BATCH = ("seed", "model.", "task.", "sampling.", "grading.", "reward.", "optim.updates")
-"""Settings and sections that the batches depend on which the parent has sampled ahead, and their number of updates."""
-
-RESOLVED = "resolved"
-"""The entry of env.json with what settings such as `auto` resolved to."""
-
-_RESTORE = "restore the file from a copy, or start a new run"
+_FEW_HELDOUT = 10
+"""Evaluation sets with fewer problems are warned about: one problem moves their accuracy by more than a tenth, which is
+more than runs usually differ by. The smallest public sets in use, AIME and AMC, have 30 and 40."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +114,16 @@ class Plan:
         return self.step + 1
 
 
+def new_run_layers(layers: Sequence[Layer], runs_dir: Path) -> list[Layer]:
+    """Return the layers of a new run. If its model is a run or RUN@STEP, the run's settings are the first of them."""
+    models = [layer["model"] for layer in layers if isinstance(layer.get("model"), dict)]
+    path = next((model["path"] for model in reversed(models) if "path" in model), None)
+    ref = resolve_model(path, runs_dir, "model.path =") if isinstance(path, str) else None
+    if ref is None or ref.run is None:
+        return [*layers]
+    return [*inherited_layers(ref.run), {"model": {"revision": None}}, *layers, {"model": {"path": ref.path}}]
+
+
 def plan_training(
     config: RunConfig, runs_dir: Path | str = "runs", name: str | None = None, ranks: int | None = None
 ) -> Plan:
@@ -143,271 +142,233 @@ def plan_training(
     return Plan(config, config, task, folder, run_warnings(config, task))
 
 
-@dataclass(frozen=True)
-class ForkPoint:
-    """A checkpoint of `run` that new runs continue.
+def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
+    """Return the name of a new folder in `runs_dir`: `asked`, or `default` with a suffix; or raise UserError."""
+    # `runs_dir` is created with the run, inside the innermost of its parents that exists.
+    place = runs_dir.absolute()
+    existing = next(filter(path_exists, (place, *place.parents)))
+    if not existing.is_dir():
+        raise UserError(f"--runs-dir {runs_dir}: {existing} is a file; name a folder")
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"--runs-dir {runs_dir}: {existing} is not writable; name another folder")
+    if asked is None:
+        return unused_name(default, runs_dir)
+    if path_exists(runs_dir / (asked := check_name(asked, runs_dir))):
+        raise UserError(f"--name {asked}: exists already; try --name {unused_name(asked, runs_dir)}")
+    return asked
 
-    `layers` are the settings of the run, except `tracking`: the defaults of its forks. `config` is them, validated.
+
+def read_numbers(option: str, text: str, first: int, last: int) -> list[int]:
+    """Return the whole numbers of an option such as `--k 1,8,32`. Raise ConfigError for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    # Python refuses to convert thousands of digits.
+    if not all(part.isdecimal() and len(part) <= 12 and first <= int(part) <= last for part in parts):
+        raise ConfigError(f"{option} {text[:100]!r}: whole numbers from {first} to {last:,}, such as 1,8,32")
+    return [int(part) for part in parts]
+
+
+def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
+    """Check settings that validation alone cannot check; return them with all options of a custom method, and the task.
+
+    The problems of the task are loaded. Raises ConfigError for custom code, a model path, an engine or a task that
+    cannot be used.
     """
+    if isinstance(config.bounds, CustomSettings):
+        from bandpo_cli.objective.custom_methods import check_method
 
-    run: RunFolder
-    progress: Progress
-    layers: Sequence[Layer]
-    config: RunConfig
+        config = config.model_copy(update={"bounds": check_method(config.bounds, config.objective)})
+    elif isinstance(config.bounds, TrustRegionSettings):
+        from bandpo_cli.bounds.band import find_divergence
 
-    @property
-    def text(self) -> str:
-        """PATH@STEP, the value of `--fork` in any folder."""
-        return f"{self.run.path.absolute()}@{self.progress.step}"
+        find_divergence(config.bounds.divergence)  # raises for a custom divergence that cannot be used
+    if config.objective.advantages not in ADVANTAGES:
+        from bandpo_cli.objective.advantages import check_estimator
 
-    def changes(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-        """Return the settings that a fork changes, without `tracking`; raise ConfigError if it cannot."""
-        differing = setting_changes(self.config, config).items()
-        changes = {key: values for key, values in differing if not key.startswith("tracking.")}
-        where, step = f"--fork {self.run.name}@{self.progress.step}", self.progress.step
-        if fixed := {key: values for key, values in changes.items() if key.startswith(_FIXED_SETTINGS)}:
-            why = "weights and optimizer state are those of the checkpoint"
-            raise ConfigError(f"{where}: leave out {changes_text(fixed)}; {why}")
-        if config.steps <= step:
-            more = f"give more, such as --steps {step + self.config.steps}, or an earlier checkpoint"
-            raise ConfigError(f"{where}: steps = {config.steps}: all are done at this checkpoint; {more}")
-        records = [record for record in self.run.read_metrics() if record["step"] <= step]
-        if reason := stop_reason(config, records):
-            raise ConfigError(f"{where}: the fork ends at once: {reason}; add --set {reason.split()[0]}=null")
-        return changes
-
-
-def plan_fork(
-    run: str,
-    settings: Settings = (),
-    runs_dir: Path | str = "runs",
-    name: str | None = None,
-    ranks: int | None = None,
-) -> Plan:
-    """Plan a fork; `ranks` is as for `plan_training`. Raises UserError as `run.fork`."""
-    runs_dir = given_path(runs_dir)
-    point = fork_point(run, runs_dir)
-    config = resolve([*point.layers, *as_layers(settings)])
-    changes, tracking = point.changes(config), config.tracking
-    place = tracking_store(tracking, runs_dir).place(point.run.path) if tracking.with_mlflow else None
-    if place is not None and place.remote_id and tracking.parent is None:
-        config = with_values(config, {"tracking.parent": place.remote_id.rpartition("/")[2]})
-    pinned, warnings = pin(config, point.run)
-    which = "which the parent was trained with; the fork uses the other file"
-    warnings += changed_code(pinned.model_dump_json(), point.run.path, which)
-    if config.task != point.config.task:  # the commits are those of other data
-        pinned = pinned.model_copy(update={"task": config.task})
-    plan = plan_training(pinned, runs_dir, name, ranks)
-    with_effect = [key for key in changes if not key.startswith(_CHANGEABLE_PREFIXES)]
-    keeps_batch = not any(key.startswith(_OF_THE_BATCH) for key in with_effect)
-    same_problems = not any(key.startswith(_OF_THE_PROBLEMS) for key in with_effect)
-    progress = point.progress
-    checkpoint = point.run.checkpoint_dir(progress.step)
-    # The problems of batches that are dropped come again.
-    begin = None if keeps_batch else checkpoints.position_before_batch(checkpoint)
-    progress = replace(
-        progress,
-        position=progress.position if begin is None else begin,
-        # Schedules are where a run with these settings is after this step: that of the learning rate counts updates.
-        updates=progress.updates * config.optim.updates // point.config.optim.updates,
-        problems=progress.problems if same_problems else ANY_PROBLEMS,
-    )
-    config = config.model_copy(update={"bounds": plan.config.bounds})  # with all options of a custom method
-    where = f"{relative_to_cwd(checkpoint)}: {plural(config.steps - progress.step, 'step')} to go"
-    text = "\n".join([where, *filter(None, [changes_text(changes, separator="\n")])])
-    fork = Fork(point.run, progress, keeps_batch, changes)
-    warnings += plan.warnings
-    return replace(plan, config=config, warnings=warnings, step=progress.step, text=text, fork=fork)
+        check_estimator(config.objective)
+    for name in config.tracking.callbacks:
+        callback_class(name)
+    for name in config.tracking.names:
+        if name != "mlflow":
+            tracker_class(name)
+    path, revision = config.model.path, config.model.revision
+    if revision is not None and (path in BUNDLED_MODELS or path_exists(user_path(path))):
+        raise ConfigError(f"model.revision = {revision!r}: model.path = {path!r} is a folder; leave it out")
+    sampling = config.sampling
+    if (limit := config.task.max_turn_tokens or 0) > (most := sampling.max_tokens):
+        raise ConfigError(f"task.max_turn_tokens = {limit} must be within sampling.max_tokens = {most}")
+    check_engine(sampling.engine, config.model.device, sampling.max_lag > 0 and sampling.engine_process)
+    return config, load_task(config)
 
 
-def fork_point(text: str, runs_dir: Path) -> ForkPoint:
-    """Return the checkpoint that RUN or RUN@STEP means, the last complete one. Raises UserError as `run.fork`."""
-    match = find_run(text, runs_dir)
-    if match is None:
-        raise not_found("run", text.rpartition("@")[0] or text, runs_dir, RunFolder.marker)
-    (run, step), where = match, f"--fork {text[:200]}"
-    if path_exists(run.path / VERL_FILE):
-        raise UserError(f"{where}: the run was imported from verl, which has its checkpoints; use verl's own")
-    layers = inherited_layers(run)
-    config = resolve(layers)
-    complete, damaged = checkpoints.complete_checkpoints(run)
-    done = last_step(run, config)
-    steps = sorted(number for number in complete if number <= done)
-    if not steps:
-        defect = next(iter(damaged.values()), f"checkpoint.every = {config.checkpoint.every}")
-        resume = shell_command("train --resume", run.path, runs_dir)
-        raise UserError(f"{where}: the run has no complete checkpoint ({defect}); train it further: {resume}")
-    step = steps[-1] if step is None else step
-    if step not in steps:
-        defect = damaged.get(step, f"there is no checkpoint of step {step}")
-        raise UserError(f"{where}: {defect}; steps with a checkpoint: {', '.join(map(str, steps))}")
-    check_contents(run.checkpoint_dir(step))
-    return ForkPoint(run, complete[step], layers, config)
+def callback_class(name: str) -> type[TrainCallback]:
+    """Return the class of `tracking.callbacks` that `name` means. Raise ConfigError if it is no class of a callback."""
+    callback = load_setting("tracking.callbacks", name)
+    if isinstance(callback, type) and issubclass(callback, Callback):
+        return callback
+    advice = "name a subclass of bandpo_cli.callbacks.CallbackBase"
+    raise ConfigError(f"tracking.callbacks = '{name}': no callback; {advice}{definition_location(callback)}")
 
 
-@contextmanager
-def locked_resume(
-    run: str,
-    runs_dir: Path | str = "runs",
-    settings: Settings = (),
-    read_only: bool = False,
-    ranks: int | None = None,
-) -> Iterator[Plan]:
-    """Yield the plan of a resume, with the run's lock held unless it is read-only; see `plan_training`."""
-    folder = RunFolder.open(given_path(runs_dir), run)
-    # With several ranks, rank 0 holds the lock for all of them.
-    lock = run_lock(folder.path) if is_main_process() and not read_only else nullcontext()
-    with lock, code_from(folder.path):
-        plan = plan_resume(folder, as_layers(settings), given_path(runs_dir))
-        check_ranks(plan.config, rank_count() if ranks is None else ranks)
-        yield plan
+def load_task(config: RunConfig, trial: bool = True) -> Task:
+    """Return the task of a run with its problems loaded.
 
-
-def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Path("runs")) -> Plan:
-    """Return how the run in `folder` continues with changed settings, `layers`. Raises UserError as `run.resume`."""
-    name, path, command = folder.name, folder.path, shell_command("train --resume", folder.path, runs_dir)
-    config_path = path / "config.yaml"
-    again, parent = f"start a new run: bandpo train --config {config_path}", read_parent(path)
-    if parent is not None:
-        again = f"fork the other run again: bandpo train --fork {parent} --config {config_path}"
-    if path_exists(path / VERL_FILE):
-        raise UserError(f"run {name} was imported from verl: continue with its run.sh, or {again}")
-    own_layer = read_layer(config_path, f"--resume {name}:")
+    With `trial`, asynchronous graders are called once. Raises ConfigError if the model cannot be trained or not on this
+    task, the task has no problems, or a grader cannot be used.
+    """
+    path = config.model.path
+    if path not in BUNDLED_MODELS:
+        check_model_path(path)
+        if is_adapter_folder(user_path(path)):
+            raise ConfigError(
+                f"model.path = {path!r}: an adapter; first: bandpo export merged {path} --out DIR"
+            )
+    check_model_and_task(config, f"task.name = {config.task.name!r}")
+    folder = Path(__file__).parents[1] / "models" / path if path in BUNDLED_MODELS else user_path(path)
+    with suppress(OSError, ValueError, AttributeError):  # loading the model refuses a damaged file
+        content, sampling = json.loads((folder / MODEL_CONFIG).read_bytes()), config.sampling
+        most = content.get("text_config", content).get("max_position_embeddings")
+        if isinstance(most, int) and sampling.max_prompt_tokens + sampling.max_tokens > most:
+            raise sampling.context_error(most)
+    task = prepare_task(config)
     try:
-        own = resolve([own_layer])
-    except ConfigError as error:
-        raise ConfigError(f"{config_path}: {error}") from None
-    config = resolve([own_layer, *layers])
-    tracking = config.tracking
-    if tracking.with_mlflow and is_redacted(tracking_store(tracking, runs_dir).uri):
-        raise ConfigError(f"tracking.uri = {tracking.uri} lacks its secret: set MLFLOW_TRACKING_URI")
-    done = last_step(folder, own)
-    _check_changes(folder, own, config, done, layers, runs_dir)
-    reason = stop_reason(config, folder.read_metrics())
-    if is_finished(path):
-        if done >= config.steps:
-            further = f"; to train further: {command} --steps {2 * config.steps}"
-            for schedule in _schedules_over_run(config).values():
-                further = f" (its {schedule} schedule has ended)"
-            raise UserError(f"run {name} is complete: {done} of {config.steps} steps{further}")
-        if reason is not None:
-            setting = reason.split()[0]
-            raise UserError(f"run {name} has ended: {reason}; to continue: {command} --set {setting}=null")
-    complete, damaged = checkpoints.complete_checkpoints(folder)
-    if ahead := [step for step in complete if step > done + 1]:
-        raise UserError(f"{folder.metrics_path}: ends before the checkpoint of step {min(ahead)}; {_RESTORE}")
-    for step in sorted((step for step in complete if step <= done), reverse=True):
-        try:
-            check_contents(folder.checkpoint_dir(step))
-            break
-        except UserError as error:
-            damaged[step] = str(error)
-    else:
-        step = -1
-    if step < 0 and (done >= own.steps or parent is not None):
-        raise UserError(f"run {name} has no complete checkpoint; {again} --steps {config.steps}")
-    warnings = [f"skipped: {why}" for later, why in damaged.items() if step < later <= done]
-    if config.steps < own.steps:
-        warnings.append(f"steps = {config.steps}: the run ends there; it was to end at step {own.steps}")
-    pinned, task = config, None
-    if step < config.steps:
-        pinned, damage = pin(config, folder)
-        warnings += damage
-        pinned, task = check_config(pinned)
-        warnings += changed_code(pinned.model_dump_json(), path)
-    warnings += run_warnings(config, task)
-    text = _describe(folder, config, done, step)
-    return Plan(config, pinned, task, folder, warnings, step, text, is_resume=True)
+        check_graders(task.train_problems(), config.task.rewards, config.grading if trial else None)
+    except NotLoadedError as error:
+        is_here = path_exists(folder) or cached_commit(path, "model", config.model.revision) is not None
+        raise ConfigError(f"{error}{'' if is_here else ' --model FOLDER'}") from None
+    return task
 
 
-def _describe(folder: RunFolder, config: RunConfig, done: int, step: int) -> str:
-    """Return the `step` after which the run continues, or -1, in one line; `done` is the last in metrics.jsonl."""
-    if step >= config.steps:
-        return f"all {step} steps are done; what is left is the summary and the plots"
-    if step < 0:
-        again = f"; {done} of {config.steps} steps are done again" if done > 0 else ""
-        return f"from the start: there is no checkpoint yet{again}"
-    again = f", {done - step} of them done again" if done > step else ""
-    return f"after step {step} ({folder.checkpoint_dir(step)}): {plural(config.steps - step, 'step')} to go{again}"
+def prepare_task(config: RunConfig) -> Task:
+    """Return the task of a run; with `task.environment`, its prompts are the first messages of it."""
+    if config.task.functions:
+        tool_schemas(config.task.functions, config.task.environment is not None)
+    if config.task.environment is None:
+        return build_task(config.task)
+    task, grader = build_task(config.task), getattr(config.task, "answer_grader", ENVIRONMENT_GRADER)
+    reset = partial(first_messages, config.task.environment, config.grading, grader=grader)
+    train, sets = lambda: reset(task.train_problems()), task.heldout_sets
+    prompted = Task(task.name, train, lambda: {label: reset(of_set) for label, of_set in sets().items()})
+    prompted.notes = task.notes
+    return prompted
 
 
-def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
-    """Return the settings with the engine, dtype and commits that the run in `folder` started with, and warnings.
-
-    Entries of env.json that no run writes are ignored; a damaged file gives a warning. Raises ConfigError if the engine
-    that `auto` resolved to is not installed.
-    """
-    path = folder.path / "env.json"
-    try:
-        stored = read_json_object(path).get(RESOLVED) if path_exists(path) else None
-    except UserError as error:
-        return config, [f"{error}; engine, dtype and commits of the run are not known and are chosen anew"]
-    if not isinstance(stored, dict):
-        return config, []
-    task, engine, commit, data = config.task, stored.get("engine"), stored.get("model"), stored.get("data")
-    changes: dict[str, Any] = {}
-    if config.sampling.engine == AUTO_ENGINE and isinstance(engine, str) and engine in ENGINES:
-        entry = ENGINES[engine]
-        if not is_installed(entry.package):
-            raise ConfigError(f"run {folder.name} samples with {engine}, not installed here: {entry.install}")
-        changes["sampling.engine"] = engine
-    if config.model.dtype == "auto" and stored.get("dtype") in get_args(Dtype):
-        changes["model.dtype"] = stored["dtype"]
-    if is_commit(commit):
-        changes["model.revision"] = commit
-    if isinstance(task, DataTask) and isinstance(data, dict):
-        changes["task.revisions"] = {name: data[name] for name in hub_ids(task) if is_commit(data.get(name))}
-    return with_values(config, changes), []
+def check_model_and_task(config: RunConfig, setting: str) -> None:
+    """Raise ConfigError, with `setting`, for a bundled model on another task, or for another model without a task."""
+    path = config.model.path
+    if (task := BUNDLED_MODELS.get(path, config.task.name)) != config.task.name:
+        model = "add --model MODEL, a folder or hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+        raise ConfigError(
+            f"{setting}: the bundled model was trained on {task} only; {model}, or take --task {task}"
+        )
+    if path not in BUNDLED_MODELS and "task" not in config.model_fields_set:
+        names = ", ".join((*generated_tasks(), *DATASETS))
+        raise ConfigError(
+            f"model.path = {path!r}: a task is missing, because countdown is the default of the bundled model only; "
+            f"add --task FILE.jsonl, or --task NAME with one of {names}"
+        )
 
 
-def _schedules_over_run(config: RunConfig) -> dict[str, str]:
-    """Return the schedules, by key, that end with the run; a run with one cannot be extended."""
-    schedules: dict[str, str] = {"optim.schedule": config.optim.schedule}
-    if isinstance(config.bounds, TrustRegionSettings) and config.bounds.delta_steps is None:
-        schedules["bounds.delta_schedule"] = config.bounds.delta_schedule
-    return {key: schedule for key, schedule in schedules.items() if schedule != "constant"}
-
-
-def last_step(folder: RunFolder, config: RunConfig) -> int:
-    """Return the last step of the record, which has each step once.
-
-    Before the first line it is -1, or 0 in a run that does not evaluate before training. A fork has the first line of
-    its parent, which may have evaluated or not.
-    """
-    steps = [record["step"] for record in iterate_metrics(folder.metrics_path)]
-    first = steps[0] if steps[:1] in ([0], [1]) else int(not config.evaluation.every)
-    for index, step in enumerate(steps):
-        if step != first + index:
-            where = f"{folder.metrics_path}, line {index + 1}"
-            raise UserError(f"{where}: step {step} where step {first + index} belongs; {_RESTORE}")
-    return first + len(steps) - 1
-
-
-def _check_changes(
-    folder: RunFolder, own: RunConfig, config: RunConfig, done: int, layers: Sequence[Layer], runs_dir: Path
+def check_graders(
+    problems: Iterable[Problem],
+    rewards: Sequence[RewardComponent] | None = None,
+    trial: GradingConfig | None = None,
 ) -> None:
-    """Raise ConfigError where a setting differs from the run's own, except `CHANGEABLE_SETTINGS` and more steps.
+    """Raise ConfigError if a grader of these problems, or of `rewards`, cannot be used; see `check_grader`.
 
-    The message has the command that forks the run with these settings, and with more steps if all are done.
+    With `trial`, references that the grader `math` cannot parse are counted, and a warning has the first of them.
     """
-    where, before = f"--resume {folder.name}", flatten(own.model_dump(mode="json"))
-    given = {key: value for layer in layers for key, value in flatten(layer).items()}
-    changed = [f"{key}={setting_text(value)}" for key, value in given.items() if before.get(key) != value]
-    words = [f"--set {quote(text)}" for text in changed]
-    words += [f"--steps {2 * own.steps}"] if done >= given.get("steps", own.steps) else []
-    fork = " ".join([shell_command("train --fork", folder.path, runs_dir), *words])
-    changes = setting_changes(own, config).items()
-    if refused := {key: values for key, values in changes if not key.startswith(_CHANGEABLE_PREFIXES)}:
-        allowed = ", ".join((*CHANGEABLE_SETTINGS, "steps"))
-        again = f"bandpo train --config {folder.path / 'config.yaml'} with the other values starts a new run"
-        if not any(key.startswith(_FIXED_SETTINGS) for key in refused):
-            again = f"a new run can continue with the other values: {fork}"
-        text = f"leave out {changes_text(refused)}; a resume can change {allowed}; {again}"
-        raise ConfigError(f"{where}: {text}")
-    if own.steps == config.steps:
+    for grader, its_problems in problems_by_grader([*problems], rewards).items():
+        check_grader(grader, its_problems, trial)
+        if grader == "math" and trial and (line := unparsed_references(its_problems, trial)):
+            log.warning("%s", line)
+
+
+def problems_by_grader(
+    problems: Sequence[Problem], rewards: Sequence[RewardComponent] | None
+) -> dict[str, Sequence[Problem]]:
+    """Return the problems that every grader grades by name, for `rewards` all; not those of environments and controls.
+
+    A grader that compares with a reference answer grades no problem without one.
+    """
+    added = [reward.grader for reward in rewards or () if reward.grader and not reward.is_control]
+    by_grader: dict[str, Sequence[Problem]] = {}
+    for name in dict.fromkeys([*(problem.grader for problem in problems), *added]):
+        graded = problems if name in added else [problem for problem in problems if problem.grader == name]
+        graded = [problem for problem in graded if problem.answer or not needs_answer(name)]
+        if graded and name != ENVIRONMENT_GRADER:
+            by_grader[name] = graded
+    return by_grader
+
+
+def extreme_settings(config: RunConfig) -> Iterator[str]:
+    """Yield a warning for each of `_EXTREMES`, and for an interval of ratios that a token of p = 0.5 never leaves."""
+    import numpy as np
+
+    is_small = config.model.lora is not None or config.model.path in BUNDLED_MODELS
+    for key, least, most, reason in _EXTREMES:
+        section, name = key.split()[0].split(".")
+        value = getattr(getattr(config, section), name)
+        if key != (_LARGE_LR if is_small else _SMALL_LR) and not least <= value <= most:
+            limit = f"below {least:g}" if value < least else f"above {most:g}"
+            setting, space, model = key.partition(" ")
+            yield f"{setting} = {value:g} is extreme{space}{model}, {limit}: {reason}"
+    bounds, method = config.bounds, METHODS[config.bounds.method]
+    is_changed = not isinstance(bounds, CustomSettings) and bounds != bounds.published()
+    if method.control or method.without_bounds or not is_changed:
         return
-    for key, schedule in _schedules_over_run(own).items():
-        ends = f"{key} = '{schedule}' ends with step {own.steps}; only a constant schedule can be extended"
-        raise ConfigError(f"{where}: steps = {config.steps}: {ends}, or the schedule in a new run: {fork}")
-    if config.steps <= done:
-        raise ConfigError(f"{where}: steps = {config.steps}: {done} are done; give more than that")
+    usual, chosen = (settings.ratio_bounds()(np.log([0.5])) for settings in (bounds.published(), bounds))
+    low, high = (float(end[0]) for end in chosen)
+    if usual[1] < 2 <= high:  # the ratio of a token cannot exceed 1/p
+        pairs = zip(vars(bounds).items(), vars(bounds.published()).values(), strict=True)
+        changed = ", ".join(f"bounds.{name} = {value}" for (name, value), other in pairs if value != other)
+        clipped = "nothing is clipped" if low < 0.02 else "no increase is clipped"
+        interval = f"for p = 0.5 the interval of ratios is [{low:.3g}, {high:.3g}], and the ratio at most 2"
+        yield f"{changed}: {interval}, so that {clipped}"
+
+
+def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
+    """Return warnings about extreme settings and settings without an effect, checkpoints, and few problems."""
+    warnings = [*extreme_settings(config)]
+    method, engine = METHODS[config.bounds.method], ENGINES.get(config.sampling.engine)
+    updates, last = config.optim.updates, config.steps
+    # Before torch is imported it is not known whether there is a GPU, where the dtype `auto` is bfloat16.
+    dtype = dtype_on(config.model.dtype, on_gpu=config.model.device != "cpu")
+    lag = config.sampling.max_lag
+    is_exact = engine is not None and engine.shares_weights and dtype == "float32" and not lag
+    # The ratio is 1 in every update if log π_old is as the trainer computes it.
+    is_comparable = not method.control and method.name in METHODS  # a custom loss may differ at ratio 1
+    if updates == 1 and is_comparable and (config.objective.old_logprobs == "trainer" or is_exact):
+        others = ", ".join(entry.name for entry in METHODS.values() if entry.differs_at_ratio_one)
+        warnings.append(
+            "clipping never has an effect: with one update per batch the ratio is always 1, and all methods but "
+            f"{others} give the same run; use --set optim.updates=4 or more to compare methods"
+        )
+    if 0 < last <= lag:
+        warnings += [f"sampling.max_lag = {lag}: with steps = {last} the initial weights sample every batch"]
+    if config.optim.warmup_steps >= last * updates:
+        counts = f"{config.optim.lr:g}: the warm-up is {config.optim.warmup_steps} updates, the run {last * updates}"
+        warnings.append(f"the learning rate never reaches {counts}; see --set optim.warmup_steps=N")
+    # The step of the best checkpoint needs an evaluation. If the only evaluations are those before the first and after
+    # the last step, there is nothing to compare, and no interval of checkpoints changes that.
+    saved, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric
+    keeps_best = config.checkpoint.keep_best and (metric is None or metric.startswith("eval/"))
+    if keeps_best and 0 < saved < last and 0 < evaluated < last <= math.lcm(saved, evaluated):
+        better = max(every for every in range(1, min(saved, evaluated) + 1) if evaluated % every == 0)
+        warnings.append(
+            f"only the last checkpoint can be best: checkpoints (every {saved}) and evaluations (every {evaluated} "
+            f"steps) never coincide before it; use --set checkpoint.every={better}"
+        )
+    if task is None:  # all steps of a resumed run are done
+        return warnings
+    warnings += [
+        f"the evaluation set '{label}' has only {plural(len(problems), 'problem')}: one problem moves its accuracy by "
+        f"{1 / len(problems):.0%}; hold out more (task.heldout, task.heldout_fraction)"
+        for label, problems in (task.heldout_sets() if config.evaluation.every else {}).items()
+        if len(problems) < _FEW_HELDOUT
+    ]
+    count, wanted = len(task.train_problems()), config.sampling.prompts
+    if 0 < count < wanted:
+        counts = f"{plural(count, 'training problem')} for {wanted:,} prompts per step"
+        often = f"a step samples every problem {wanted / count:.1f} times on average"
+        warnings.append(f"{counts}: {often}; lower sampling.prompts")
+    return warnings

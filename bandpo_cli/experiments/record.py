@@ -1,27 +1,22 @@
-"""The record of a training run in its folder: opening the folder of a plan, and closing the record however it ends."""
+"""The record of a training run: its beginning in a fork and after a resume, and its end, however the run ends."""
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import shlex
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport
-from bandpo_cli.config.batch_and_sampling import resolve_engine
+from bandpo_cli.callbacks import RunResult, TrainCallback
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import RunError, UserError, exits_as_errors, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import stop_reason
-from bandpo_cli.experiments.plan import RESOLVED, Fork, Plan
-from bandpo_cli.paths import cached_commit, path_exists, relative_to_cwd
+from bandpo_cli.experiments.plan import Fork, Plan
+from bandpo_cli.paths import path_exists, relative_to_cwd
 from bandpo_cli.processes.ranks import is_main_process
 from bandpo_cli.results import summary_fields
 from bandpo_cli.storage.checkpoints import (
@@ -30,48 +25,15 @@ from bandpo_cli.storage.checkpoints import (
     remove_checkpoints_after,
     remove_tree,
 )
-from bandpo_cli.storage.files import remove_temporary_files, run_lock
+from bandpo_cli.storage.files import remove_temporary_files
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.run_record import PARENT, describe_environment, iterate_forks, keep_code, last_change
-from bandpo_cli.tasks.question_answers import hub_ids
+from bandpo_cli.storage.run_record import PARENT, iterate_forks, keep_code, last_change
 from bandpo_cli.types import RunStatus
 
 if TYPE_CHECKING:
     from bandpo_cli.training.build import Components
 
 log = logging.getLogger("bandpo_cli")
-
-
-def open_folder(plan: Plan, config: RunConfig, components: Components | None, stack: ExitStack) -> RunFolder:
-    """Open the folder of a plan for writing, once all that the run needs has been loaded.
-
-    The folder of a new run is created, with the record and the checkpoint of the parent of a fork. With config.yaml,
-    which is written last, the folder is a run. A folder of a resume is cut back to the step of its checkpoint. Rank 0
-    holds the lock of a new folder, until `stack` closes; the caller holds the lock of a resume.
-
-    Args:
-        config: the settings for config.yaml.
-        components: None for a resume of a run whose steps are all done.
-    """
-    folder = plan.folder
-    if components is None:
-        if is_main_process():
-            _cut_back(folder, config, plan.step, describe_environment())
-        return folder
-    ranks = components.ranks
-    if plan.is_resume:
-        if ranks.is_main:
-            _cut_back(folder, config, plan.step, run_environment(plan.pinned, components))
-        ranks.wait()
-        return folder
-    if ranks.is_main:
-        folder = RunFolder.create(folder.path.parent, folder.name)
-        stack.enter_context(run_lock(folder.path))
-        keep_code(plan.pinned.model_dump_json(), folder.path)
-        parent = {} if plan.fork is None else copy_parent(plan.fork, folder)
-        folder.write_env({**parent, **run_environment(plan.pinned, components)})
-        folder.write_config(to_yaml(config))
-    return ranks.gather(folder)[0]
 
 
 def load_state(plan: Plan, config: RunConfig, components: Components) -> None:
@@ -87,22 +49,6 @@ def load_state(plan: Plan, config: RunConfig, components: Components) -> None:
 
 def _removed(checkpoint: Path) -> RunError:
     return RunError(f"{checkpoint}: the run has removed it; fork its last checkpoint")
-
-
-def run_environment(config: RunConfig, components: Components) -> dict[str, Any]:
-    """Return the content of env.json. Its entry `resolved` has what settings such as `auto` resolved to.
-
-    `model` there is the commit of a model on the hub, None for a folder; `data` has the known commits of the data sets
-    on the hub by id.
-    """
-    policy, task, data = components.policy, config.task, {}
-    if isinstance(task, DataTask):
-        commits = {name: cached_commit(name, "dataset", task.revisions.get(name)) for name in hub_ids(task)}
-        data = {name: commit for name, commit in commits.items() if commit is not None}
-    on_gpu, dtype = policy.device.type == "cuda", str(policy.dtype).removeprefix("torch.")
-    engine = resolve_engine(config.sampling.engine, on_gpu)
-    resolved = {"engine": engine, "dtype": dtype, "model": policy.commit, "data": data}
-    return {**describe_environment(sampler=components.sampler.describe()), RESOLVED: resolved}
 
 
 def copy_parent(fork: Fork, folder: RunFolder) -> dict[str, object]:
@@ -122,7 +68,7 @@ def copy_parent(fork: Fork, folder: RunFolder) -> dict[str, object]:
     return {PARENT: {**about, "changed": fork.changes, **({PARENT: earlier} if earlier else {})}}
 
 
-def _cut_back(folder: RunFolder, config: RunConfig, step: int, env: dict[str, Any]) -> None:
+def cut_back(folder: RunFolder, config: RunConfig, step: int, env: dict[str, Any]) -> None:
     """Cut the record and the checkpoints back to the step after which the run continues, and record the resume."""
     (folder.path / "summary.json").unlink(missing_ok=True)
     remove_temporary_files(folder.path / "plots")
@@ -139,7 +85,7 @@ def _cut_back(folder: RunFolder, config: RunConfig, step: int, env: dict[str, An
 def close_record(
     config: RunConfig,
     folder: RunFolder,
-    events: Dispatcher[RunInfo, StepReport, RunResult],
+    events: TrainCallback,
     status: RunStatus,
     error: BaseException | None,
     stopped_by: str | None = None,
@@ -169,17 +115,6 @@ def close_record(
         with nullcontext() if result.error is None else unreported, exits_as_errors():
             events.end(result)
     return result
-
-
-@contextmanager
-def disk_errors(folder: RunFolder) -> Iterator[None]:
-    """Raise RunError with one line in place of the system's error where the disk accepts no more data."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
-            raise
-        raise RunError(f"{folder.path} cannot be written to: {os.strerror(error.errno)}") from error
 
 
 def _write_summary(config: RunConfig, folder: RunFolder, result: RunResult) -> None:

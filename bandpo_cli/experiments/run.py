@@ -6,26 +6,29 @@ these functions; rank 0 alone writes the folder and has callbacks.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
-from bandpo_cli.config.batch_and_sampling import use_expandable_segments
-from bandpo_cli.config.layers import CHOSEN_AT_START, Settings, as_layers, copy_values, resolve
+from bandpo_cli.callbacks import RunInfo, RunResult, StepReport, TrainCallback
+from bandpo_cli.config.batch_and_sampling import resolve_engine, use_expandable_segments
+from bandpo_cli.config.layers import CHOSEN_AT_START, Settings, as_layers, copy_values, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig, with_dtype
-from bandpo_cli.errors import GraderFailedError, closed_at_end, exits_as_errors, user_code
+from bandpo_cli.config.task import DataTask
+from bandpo_cli.errors import GraderFailedError, RunError, closed_at_end, exits_as_errors, user_code
 from bandpo_cli.experiments.memory_check import OnEstimate, check_memory, out_of_memory_errors
-from bandpo_cli.experiments.monitor import StepMonitor
-from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, locked_resume, plan_fork, plan_training
-from bandpo_cli.experiments.preflight import callback_class, new_run_layers
-from bandpo_cli.experiments.record import close_record, disk_errors, load_state, open_folder
+from bandpo_cli.experiments.monitor import Dispatcher, StepMonitor
+from bandpo_cli.experiments.plan import Plan, callback_class, new_run_layers, plan_training
+from bandpo_cli.experiments.record import close_record, copy_parent, cut_back, load_state
+from bandpo_cli.experiments.resume_and_fork import CHANGEABLE_SETTINGS, RESOLVED, locked_resume, plan_fork
 from bandpo_cli.grading.pool import failure_warnings
-from bandpo_cli.paths import given_path
+from bandpo_cli.paths import cached_commit, given_path
 from bandpo_cli.processes.ranks import (
     Ranks,
     check_same_on_all,
@@ -34,7 +37,10 @@ from bandpo_cli.processes.ranks import (
     is_main_process,
     lost_rank_errors,
 )
+from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RunFolder
+from bandpo_cli.storage.run_record import describe_environment, keep_code
+from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.types import RunStatus, status_of
@@ -245,6 +251,52 @@ def _warn_of_grader_errors(
             log.warning("%s", line)
 
 
+def open_folder(plan: Plan, config: RunConfig, components: Components | None, stack: ExitStack) -> RunFolder:
+    """Open the folder of a plan for writing, once all that the run needs has been loaded.
+
+    The folder of a new run is created, with the record and the checkpoint of the parent of a fork. With config.yaml,
+    which is written last, the folder is a run. A folder of a resume is cut back to the step of its checkpoint. Rank 0
+    holds the lock of a new folder, until `stack` closes; the caller holds the lock of a resume.
+
+    Args:
+        config: the settings for config.yaml.
+        components: None for a resume of a run whose steps are all done.
+    """
+    folder = plan.folder
+    if components is None:
+        if is_main_process():
+            cut_back(folder, config, plan.step, describe_environment())
+        return folder
+    if components.ranks.is_main:
+        env = run_environment(plan.pinned, components)
+        if plan.is_resume:
+            cut_back(folder, config, plan.step, env)
+        else:
+            folder = RunFolder.create(folder.path.parent, folder.name)
+            stack.enter_context(run_lock(folder.path))
+            keep_code(plan.pinned.model_dump_json(), folder.path)
+            parent = {} if plan.fork is None else copy_parent(plan.fork, folder)
+            folder.write_env({**parent, **env})
+            folder.write_config(to_yaml(config))
+    return components.ranks.gather(folder)[0]
+
+
+def run_environment(config: RunConfig, components: Components) -> dict[str, Any]:
+    """Return the content of env.json. Its entry `resolved` has what settings such as `auto` resolved to.
+
+    `model` there is the commit of a model on the hub, None for a folder; `data` has the known commits of the data sets
+    on the hub by id.
+    """
+    policy, task, data = components.policy, config.task, {}
+    if isinstance(task, DataTask):
+        commits = {name: cached_commit(name, "dataset", task.revisions.get(name)) for name in hub_ids(task)}
+        data = {name: commit for name, commit in commits.items() if commit is not None}
+    on_gpu, dtype = policy.device.type == "cuda", str(policy.dtype).removeprefix("torch.")
+    engine = resolve_engine(config.sampling.engine, on_gpu)
+    resolved = {"engine": engine, "dtype": dtype, "model": policy.commit, "data": data}
+    return {**describe_environment(sampler=components.sampler.describe()), RESOLVED: resolved}
+
+
 def train_steps(
     config: RunConfig, folder: RunFolder, components: Components, events: TrainEvents, first: int, stop: Stop
 ) -> tuple[RunStatus, str | None]:
@@ -277,3 +329,14 @@ def train_steps(
     if reason is not None and is_main:
         log.warning("the run ends after step %d of %d: %s", last, config.steps, reason)
     return ("KILLED" if last < config.steps and reason is None else "FINISHED"), reason
+
+
+@contextmanager
+def disk_errors(folder: RunFolder) -> Iterator[None]:
+    """Raise RunError with one line in place of the system's error where the disk accepts no more data."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+            raise
+        raise RunError(f"{folder.path} cannot be written to: {os.strerror(error.errno)}") from error

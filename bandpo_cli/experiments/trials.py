@@ -10,15 +10,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
+from bandpo_cli.callbacks import TrainCallback
 from bandpo_cli.config.layers import with_values
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.memory_check import OnEstimate, out_of_memory_errors
-from bandpo_cli.experiments.plan import Plan
-from bandpo_cli.experiments.preflight import problems_by_grader
-from bandpo_cli.experiments.run import load_components, start_run
+from bandpo_cli.experiments.monitor import Dispatcher
+from bandpo_cli.experiments.plan import Plan, problems_by_grader
+from bandpo_cli.experiments.run import TrainEvents, load_components, start_run
 from bandpo_cli.grading.pool import DUMMY_TEXT, IMPORT_ADVICE, GraderPool, problem_error
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import BUNDLED_MODELS, GRADERS
@@ -178,7 +178,7 @@ def probe(
         "sampling.max_lag": 0,
         "optim.warmup_steps": 0,
     }
-    events: Dispatcher[RunInfo, StepReport, RunResult] = Dispatcher(callbacks)
+    events: TrainEvents = Dispatcher(callbacks)
     with ExitStack() as stack:
         config, components = load_components(with_values(run, values), task, events, stack)
         stack.enter_context(out_of_memory_errors(config))

@@ -48,13 +48,13 @@ class MethodEntry(Entry):
 
 
 # fmt: off
-_INTERVALS, _MASKS = "bandpo_cli.methods.band_and_clip", "bandpo_cli.methods.trust_region_masks"
+_INTERVALS, _MASKS = "bandpo_cli.methods.ratio_intervals", "bandpo_cli.methods.trust_region_masks"
 _WEIGHTS, _COMPLETIONS = "bandpo_cli.methods.weights_and_gates", "bandpo_cli.methods.completion_ratios"
 _RATIO_OF_COMPLETION = "it clips the ratio of a completion, not the ratio of a token"
 
 METHODS = Registry("method", [
-    MethodEntry("band", "the Band of an f-divergence trust region", f"{_INTERVALS}:BandSettings", "arXiv 2603.04918",
-                trust_region=True, named_by_region=True),
+    MethodEntry("band", "the Band of an f-divergence trust region", "bandpo_cli.methods.settings:BandSettings",
+                "arXiv 2603.04918", trust_region=True, named_by_region=True),
     MethodEntry("clip", "the same fixed interval for every token (PPO, GRPO)", f"{_INTERVALS}:ClipSettings",
                 "arXiv 1707.06347", aliases=("grpo", "ppo")),
     MethodEntry("clip-higher", "the fixed interval with a higher upper end (DAPO)", f"{_INTERVALS}:ClipHigherSettings",

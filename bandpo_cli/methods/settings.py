@@ -1,4 +1,4 @@
-"""Base classes of methods: their settings (`bounds:` in a config file), interval of ratios, and loss.
+"""Methods: the base classes of their settings (`bounds:` in a config file), and the Band, which is the default method.
 
 `bounds.method` chooses the class. Defaults are those that the source named in each class publishes.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
@@ -19,11 +20,13 @@ from pydantic import (
     model_validator,
 )
 
+from bandpo_cli.bounds.arrays import Array, RatioBounds, namespace
+from bandpo_cli.bounds.band import logprob_bounds
 from bandpo_cli.bounds.intervals import BoundsFunction, fixed_bounds
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.methods import METHODS, MethodEntry, method_name
 from bandpo_cli.registries import DIVERGENCES, load_attribute
-from bandpo_cli.settings_validation import Positive, TaggedSection, require
+from bandpo_cli.settings_validation import Positive, Section, TaggedSection, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -224,6 +227,44 @@ class TrustRegionSettings(MethodSettings):
         """Leave out the keys of the schedule where there is none, so that config.yaml names only what is in effect."""
         unused = () if self.delta_end else ("delta_schedule", *_SCHEDULE_FIELDS)
         return {name: value for name, value in handler(self).items() if name not in unused}
+
+
+class Relax(Section):
+    """Never tighter than a fixed interval: min(lower, 1−eps_low), max(upper, 1+eps_high) (BandPO's ablation)."""
+
+    eps_low: float = Field(0.2, gt=0, lt=1)
+    eps_high: float = Field(0.28, gt=0)
+    """The fixed interval of ratios is [1 − eps_low, 1 + eps_high]."""
+
+
+class BandSettings(TrustRegionSettings):
+    """The interval of ratios that an f-divergence ball of radius `delta` allows each token (arXiv 2603.04918)."""
+
+    method: Literal["band"] = "band"
+    max_ratio: MaxRatio | None = 10.0
+    """Cap on the upper bound; null for none."""
+    relax: Relax | None = None
+
+    def describe(self) -> str:
+        cap = "" if self.max_ratio is None else f", ratio ≤ {self.max_ratio:g}"
+        text = f"Band of the {self.divergence} trust region, {self.radius}{cap}"
+        relax = self.relax
+        return text if relax is None else f"{text}, never tighter than −{relax.eps_low:g}/+{relax.eps_high:g}"
+
+    def ratio_bounds(self) -> BoundsFunction:
+        """Return the Band, capped at `max_ratio` and widened to the interval of `relax` where that is set."""
+        band = partial(logprob_bounds, divergence=self.divergence, delta=self.delta, max_ratio=self.max_ratio)
+        if (relax := self.relax) is None:
+            return band
+
+        def relaxed(old_logprobs: Array) -> RatioBounds:
+            lower, upper = band(old_logprobs)
+            xp = namespace(lower)
+            return RatioBounds(
+                xp.clip(lower, None, 1.0 - relax.eps_low), xp.clip(upper, 1.0 + relax.eps_high, None)
+            )
+
+        return relaxed
 
 
 class IntervalSettings(MethodSettings):

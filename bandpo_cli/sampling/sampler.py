@@ -262,20 +262,16 @@ class TransformersSampler(Sampler):
         return {"engine": "transformers"}
 
     def sample_stream(self, requests: Requests, params: SamplingParams, in_order: bool = True) -> Stream:
-        """Sample one request after the other; see `Sampler`."""
+        """Sample one request after the other, at most `max_sequences` completions at a time; see `Sampler`."""
         for number, request in enumerate(filter(None, requests)):
-            yield number, self.sample_request(request, params)
-
-    def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
-        """Return the completions [P][n] of a request, at most `max_sequences` of them at a time."""
-        samples, turns_P = request.turns(params)
-        batch_size = max(1, self.max_sequences // samples)
-        groups: list[list[Completion]] = []
-        with unsharded(self.model), float32_logits(self.model), torch.inference_mode():
-            for start in range(0, len(turns_P), batch_size):
-                part = slice(start, start + batch_size)
-                groups += self._sample_batch(request.prompts_P[part], params, samples, turns_P[part])
-        return groups
+            samples, turns_P = request.turns(params)
+            batch_size = max(1, self.max_sequences // samples)
+            groups: list[list[Completion]] = []
+            with unsharded(self.model), float32_logits(self.model), torch.inference_mode():
+                for start in range(0, len(turns_P), batch_size):
+                    part = slice(start, start + batch_size)
+                    groups += self._sample_batch(request.prompts_P[part], params, samples, turns_P[part])
+            yield number, groups
 
     def _sample_batch(
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, n: int, turns_P: Sequence[Turn]
@@ -316,7 +312,8 @@ class TransformersSampler(Sampler):
                 tails = tokens[active, max(0, step + 1 - self.stops.tail) : step + 1].tolist()
                 matched = [self.stops.end(tail, len(tail) - 1) is not None for tail in tails]
                 ends |= torch.tensor(matched, device=device) & running
-            counts[active[ends]], stopped[active[ends]] = step + 1, True
+            counts[active] = counts[active].masked_fill(ends, step + 1)
+            stopped[active] |= ends
             running &= ~ends & (limits[active] > step + 1)
             left = int(running.sum())
             if not left:

@@ -1,4 +1,4 @@
-"""Checkpoint folders of a run: completeness, retention, and deletion of leftovers of a crash.
+"""Checkpoint folders of a run: completeness, retention, leftovers of a crash, and models named as RUN@STEP.
 
 A checkpoint is `checkpoints/step-000010/`: a Hugging Face model folder (with LoRA, an adapter folder in the format of
 peft), with the training state in `trainer/`. It contains no pickle: tensors are safetensors, everything else is JSON.
@@ -23,11 +23,26 @@ from typing import Any, Literal, NamedTuple
 from xxhash import xxh3_64_hexdigest
 
 from bandpo_cli.config.batch_and_sampling import CheckpointConfig
-from bandpo_cli.errors import UserError
+from bandpo_cli.config.layers import Layer, read_layer, resolve
+from bandpo_cli.config.run import EMBEDDED_MODEL
+from bandpo_cli.config.task import DataTask
+from bandpo_cli.custom_code import add_code_folder
+from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.metric_names import heldout_score
-from bandpo_cli.paths import ADAPTER_CONFIG, MODEL_CONFIG, read_json_object
+from bandpo_cli.paths import (
+    ADAPTER_CONFIG,
+    GGUF_ADVICE,
+    MODEL_CONFIG,
+    folders_containing,
+    gguf_file,
+    is_adapter_folder,
+    path_exists,
+    read_json_object,
+    user_path,
+)
+from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.storage.files import file_checksum, json_bytes, link_or_copy, step_of, sync, write_json
-from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder, find_run, is_run_folder, other_folder
 from bandpo_cli.storage.run_record import last_change
 
 TRAINER = "trainer"
@@ -46,6 +61,11 @@ _SEAL = "own_xxh3"
 
 _CHANGED = "is damaged: its content has changed since it was written"
 _STAGING_NAME = re.compile(r"\.step-\d+\.(writing|removing)")
+
+# Without an owner the hub has only ids from before it had owners: any other name is a run or a mistake.
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|gpt2(-medium|-large|-xl)?|distilgpt2")
+
+_MODELS = f"a Hugging Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
 
 
 @dataclass(frozen=True)
@@ -276,3 +296,89 @@ def remove_tree(folder: Path) -> None:
         folder.unlink()
     elif folder.exists():
         shutil.rmtree(folder)
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A model to load from `path`; the run and step that trained it, where they are known."""
+
+    path: str
+    run: RunFolder | None = None
+    step: int | None = None
+
+    @property
+    def stem(self) -> str:
+        """The part of an evaluation's name that names the model."""
+        if self.run is not None:
+            return f"{self.run.name}@{self.step}"
+        return Path(self.path).absolute().name or "model"
+
+
+def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRef:
+    """Return what `text`, the value of `option`, means: a bundled model, RUN, RUN@STEP, a folder, or else a hub id.
+
+    RUN is a name in `runs_dir` or the path of a run folder, and means its latest checkpoint. Raises UserError if there
+    is no such checkpoint, or nothing of that name.
+    """
+    if text in BUNDLED_MODELS:
+        return ModelRef(text)
+    folder = user_path(text).absolute()
+    match = find_run(text, runs_dir)
+    is_checkpoint = step_of(folder) is not None and folder.parent.name == "checkpoints"
+    if match is None and is_checkpoint and is_run_folder(folder.parent.parent):
+        match = RunFolder(folder.parent.parent), step_of(folder)
+    if match is not None:
+        run, step = match
+        checkpoints = model_checkpoints(run)
+        step = max(checkpoints, default=0) if step is None else step
+        if step not in checkpoints:
+            there = f"there are: {', '.join(map(str, checkpoints))}" if checkpoints else "there is none yet"
+            raise UserError(f"{option} {text[:200]}: no such checkpoint in {run.path}; {there}")
+        check_model_contents(checkpoints[step])
+        return ModelRef(str(checkpoints[step]), run, step)
+    # An id of the hub has at most 96 characters; the first part of a missing run's path may be the runs folder.
+    owner = text.partition("/")[0]
+    may_be_id = len(text) <= 96 and _HUB_ID.fullmatch(text) and owner not in (".", "..", runs_dir.name)
+    if not text or not (path_exists(folder) or may_be_id):
+        if other := other_folder(text, runs_dir):
+            raise other
+        names = folders_containing(runs_dir, "config.yaml")
+        hint = nearest(text.removeprefix(f"{runs_dir}/"), [*names, *BUNDLED_MODELS])
+        raise ConfigError(f"{option} {text[:200]}: no such run or folder{hint}; give a run or {_MODELS}")
+    path = str(user_path(text)) if path_exists(folder) else text
+    check_model_path(path)
+    return ModelRef(path)
+
+
+def check_model_path(path: str) -> None:
+    """Raise ConfigError if `path` is neither the folder of a model or an adapter, nor can be a hub id."""
+    if path in BUNDLED_MODELS:
+        return
+    folder = user_path(path)
+    if path_exists(folder):
+        if not (folder / MODEL_CONFIG).is_file() and not is_adapter_folder(folder):
+            advice = GGUF_ADVICE if gguf_file(folder) else "name the folder that save_pretrained wrote"
+            raise ConfigError(f"model.path = {path!r}: no config.json there; {advice}")
+    elif path.startswith((".", "~")) or not _HUB_ID.fullmatch(path):
+        near = nearest(path, BUNDLED_MODELS)
+        raise ConfigError(f"model.path = {path!r}: no such folder{near}; give {_MODELS}")
+
+
+def check_model_contents(checkpoint: Path) -> None:
+    """Raise UserError if a file of a model has changed; a checkpoint copied without `trainer/` has no checksums."""
+    if path_exists(checkpoint / STATE):
+        check_contents(checkpoint, training_state=False)
+
+
+def run_layers(run: RunFolder) -> list[Layer]:
+    """Return the settings of a run, as defaults for other work with its checkpoints; other data has its own grader."""
+    add_code_folder(run.path)
+    stored = read_layer(run.path / "config.yaml")
+    task = resolve([stored]).task
+    is_chosen = not isinstance(task, DataTask) or task.chosen_grader is not None
+    return [stored] if is_chosen else [stored, {"task": {"grader": None}}]
+
+
+def inherited_layers(run: RunFolder) -> list[Layer]:
+    """Return the settings of a run as defaults of a new one: `run_layers` without the section `tracking`."""
+    return [{key: value for key, value in layer.items() if key != "tracking"} for layer in run_layers(run)]

@@ -152,7 +152,7 @@ class RayPool(Pool):
                 socket.create_connection((place.hostname, place.port), CONNECT_S).close()
             options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
             ray.init(address=address or "local", **options)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             line = getattr(error, "strerror", None) or first_line(error)
             raise UserError(f"--executor ray: no cluster at {address or 'this machine'}: {line}") from None
         resources = ray.cluster_resources()

@@ -28,8 +28,8 @@ from bandpo_cli.config.layers import (
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.experiments.plan import fork_point
-from bandpo_cli.experiments.preflight import check_config, read_numbers
+from bandpo_cli.experiments.plan import check_config, read_numbers
+from bandpo_cli.experiments.resume_and_fork import fork_point
 from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.settings import MethodSettings, TrustRegionSettings
 from bandpo_cli.settings_validation import Section, require

@@ -12,12 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bandpo_cli.callbacks import Callback, Dispatcher
+from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig, TrackingConfig, check_ranks
 from bandpo_cli.custom_code import code_first_in
 from bandpo_cli.errors import ConfigError, UserError, first_line, plural, unknown_choice
-from bandpo_cli.experiments.preflight import choose_run_name
+from bandpo_cli.experiments.monitor import Dispatcher
+from bandpo_cli.experiments.plan import choose_run_name
 from bandpo_cli.metric_names import AXES, STEP, Axis
 from bandpo_cli.paths import given_path
 from bandpo_cli.processes import watch

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.tasks.task import ProblemStream, Task
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.rollout_batches import SampledGroups, read_sampled
-from bandpo_cli.types import Problem, derive_seed
+from bandpo_cli.types import derive_seed
 
 
 @dataclass
@@ -41,7 +41,6 @@ class Components(SamplingSetup):
         grader: the worker processes that grade completions.
         sampler: the sampling engine, with the policy's weights.
         params: sampling parameters of training.
-        problems_digest: hash of the problems of `stream` and `heldout`.
         ahead: the batches of the next steps that are sampled and not trained on yet (`sampling.max_lag`), in order.
         entropy_coefficient, entropy_bonus: as in `Progress`.
     """
@@ -52,11 +51,21 @@ class Components(SamplingSetup):
     sampler: Sampler
     optimizer: Optimizer
     params: SamplingParams
-    problems_digest: str
     ranks: Ranks
     ahead: deque[SampledGroups] = field(default_factory=deque)
     entropy_coefficient: float = 0.0
     entropy_bonus: float = 0.0
+
+    @cached_property
+    def problems_digest(self) -> str:
+        """Hash of all problems in their order."""
+        digest = hashlib.blake2b(digest_size=16)
+        for label, problems in (("", self.train), *self.heldout.items()):
+            digest.update(f"{label}\n".encode())
+            for problem in problems:
+                text = f"{problem.id}\n{problem.prompt}\n{problem.answer}\n"
+                digest.update(text.encode(errors="surrogatepass"))
+        return digest.hexdigest()
 
     def progress(self, step: int) -> Progress:
         """Return the progress of the run after `step`."""
@@ -143,24 +152,12 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
             optimizer=Optimizer(policy.model, config.optim, config.steps * config.optim.updates),
             # The entropies of older weights are of no use.
             params=SamplingParams(*limits, entropy=sampling.max_lag == 0),
-            problems_digest=_problems_digest(setup.train, setup.heldout),
             ranks=policy.ranks,
         )
     except BaseException:
         with warn_on_failure("the sampling engine could not be closed"):
             sampler.close()
         raise
-
-
-def _problems_digest(train: Sequence[Problem], heldout: Mapping[str, Sequence[Problem]]) -> str:
-    """Return a hash of all problems in their order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for label, problems in (("", train), *heldout.items()):
-        digest.update(f"{label}\n".encode())
-        for problem in problems:
-            text = f"{problem.id}\n{problem.prompt}\n{problem.answer}\n"
-            digest.update(text.encode(errors="surrogatepass"))
-    return digest.hexdigest()
 
 
 def load_checkpoint(

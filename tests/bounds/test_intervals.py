@@ -17,16 +17,14 @@ from bandpo_cli.bounds.intervals import (
 )
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.methods import METHODS
-from bandpo_cli.methods.band_and_clip import (
-    BandSettings,
+from bandpo_cli.methods.ratio_intervals import (
     ClipHigherSettings,
     ClipSettings,
     DcpoSettings,
     NoClipSettings,
-    Relax,
     RipoSettings,
 )
-from bandpo_cli.methods.settings import MethodSettings
+from bandpo_cli.methods.settings import BandSettings, MethodSettings, Relax
 from bandpo_cli.registries import DIVERGENCES
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import TOKEN_COLUMNS, TokenValues, read_recorded_tokens, write_token_values

@@ -12,7 +12,8 @@ from bandpo_cli.config.batch_and_sampling import is_installed
 from bandpo_cli.config.layers import flatten, read_config, resolve
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.methods import METHODS
-from bandpo_cli.methods.band_and_clip import BandSettings, ClipSettings
+from bandpo_cli.methods.ratio_intervals import ClipSettings
+from bandpo_cli.methods.settings import BandSettings
 from bandpo_cli.settings_validation import trainer_keys
 from tests.cli.eval_command import Done, succeed, usage_error, without_torch
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.methods import METHODS
-from bandpo_cli.methods.band_and_clip import BandSettings
-from bandpo_cli.methods.settings import DELTA_SCHEDULES, MethodSettings, TrustRegionSettings
+from bandpo_cli.methods.settings import DELTA_SCHEDULES, BandSettings, MethodSettings, TrustRegionSettings
 
 
 def radii(steps: int, **bounds: Any) -> list[float]:

@@ -161,6 +161,8 @@ def test_an_invalid_setting_gives_a_one_line_message(setting, parts):
         (b"? [a, b]\n: 1\n", "unhashable key"),
         (b"a: !!python/object/apply:os.system [ls]\n", "not readable as YAML"),
         (b"[" * 1100, "not readable as YAML"),
+        (b"a: !!int x", "not readable as YAML: ValueError"),
+        (b"a: \x07", "not readable as YAML: control characters are not allowed"),
     ],
 )
 def test_an_unreadable_file_gives_a_one_line_message(tmp_path, content, part):

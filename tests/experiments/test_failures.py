@@ -38,7 +38,7 @@ ONE_STEP: list[Any] = [SMALL, {"steps": 1, "evaluation": {"every": 0}}]
 PHASES = [
     ("loading", rollouts, "load_policy", out_of_memory),
     ("optimizer", Optimizer, "__init__", out_of_memory),  # the sampler is closed
-    ("sampling", TransformersSampler, "sample_request", out_of_memory),
+    ("sampling", TransformersSampler, "_sample_batch", out_of_memory),
     ("scoring", loop, "prepare_updates", out_of_memory),
     ("update", loop, "update_policy", out_of_memory),
     ("wake-up", TransformersSampler, "sync", out_of_memory),
@@ -73,7 +73,7 @@ def test_out_of_memory_while_a_run_is_resumed(tmp_path, monkeypatch):
     assert str(raised.value).startswith(ADVICE)
 
 
-@pytest.mark.parametrize("name", ["sample_request", "__init__"])
+@pytest.mark.parametrize("name", ["_sample_batch", "__init__"])
 def test_out_of_memory_in_an_evaluation(tmp_path, monkeypatch, name):
     monkeypatch.setattr(TransformersSampler, name, out_of_memory)
     with pytest.raises(RunError, match=r"^out of memory") as raised:
@@ -107,7 +107,7 @@ def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error(tmp_path, monke
         assert "RuntimeError: the engine does not answer" in caplog.text
         closed.clear()
         caplog.clear()
-    monkeypatch.setattr(TransformersSampler, "sample_request", out_of_memory)
+    monkeypatch.setattr(TransformersSampler, "_sample_batch", out_of_memory)
     with pytest.raises(RunError, match=r"^out of memory"):
         start(runs_dir=tmp_path, name="a")
     assert sorted(closed) == ["grader", "sampler"]

@@ -17,8 +17,8 @@ from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments import resume
 from bandpo_cli.experiments.eval_comparison import compare
-from bandpo_cli.experiments.plan import plan_fork
 from bandpo_cli.experiments.record import copy_parent
+from bandpo_cli.experiments.resume_and_fork import plan_fork
 from bandpo_cli.results import describe_run, read_metrics_table
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,

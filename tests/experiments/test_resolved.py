@@ -20,8 +20,8 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import resume, train
-from bandpo_cli.experiments.plan import pin
-from bandpo_cli.experiments.preflight import check_config
+from bandpo_cli.experiments.plan import check_config
+from bandpo_cli.experiments.resume_and_fork import pin
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.paths import cached_commit
@@ -103,10 +103,10 @@ def run_folder(tmp_path: Path, **resolved: Any) -> RunFolder:
 
 def test_the_engine_that_auto_resolved_to_is_pinned(tmp_path, monkeypatch):
     folder = run_folder(tmp_path, engine="vllm")
-    monkeypatch.setattr("bandpo_cli.experiments.plan.is_installed", lambda package: False)
+    monkeypatch.setattr("bandpo_cli.experiments.resume_and_fork.is_installed", lambda package: False)
     with pytest.raises(ConfigError, match=r"samples with vllm, not installed here.*make install-vllm"):
         pin(RunConfig(), folder)
-    monkeypatch.setattr("bandpo_cli.experiments.plan.is_installed", lambda package: True)
+    monkeypatch.setattr("bandpo_cli.experiments.resume_and_fork.is_installed", lambda package: True)
     assert pin(RunConfig(), folder)[0].sampling.engine == "vllm"
     named = RunConfig.model_validate({"sampling": {"engine": "transformers"}})
     assert pin(named, folder) == (named, [])

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from bandpo_cli.config.task import task_from_arguments
 from bandpo_cli.errors import UserError
-from bandpo_cli.experiments.preflight import check_model_path, choose_run_name, resolve_model
+from bandpo_cli.experiments.plan import choose_run_name
 from bandpo_cli.reports.run_variants import read_sweep, select_runs
+from bandpo_cli.storage.checkpoints import check_model_path, resolve_model
 from bandpo_cli.storage.run_folder import EvalFolder, RunFolder, create_folder
 from bandpo_cli.storage.sweep_folder import SweepFolder
 from bandpo_cli.sweeps import sweep_plan

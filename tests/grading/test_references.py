@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 
 from bandpo_cli.config.batch_and_sampling import GradingConfig
-from bandpo_cli.experiments.preflight import check_graders
+from bandpo_cli.experiments.plan import check_graders
 from bandpo_cli.grading import answers as references
 from bandpo_cli.grading.answers import unparsed_references
 from bandpo_cli.types import Problem

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import HfArgumentParser
 
-from bandpo_cli.methods.band_and_clip import BandSettings
+from bandpo_cli.methods.settings import BandSettings
 from bandpo_cli.settings_validation import trainer_keys
 from tests.exports.test_from_trainers import BATCHES
 

@@ -136,7 +136,7 @@ def test_shipped_configurations_pass_verls_checks(names, tmp_path, compose, monk
     task = SimpleNamespace(train_problems=lambda: STUB, heldout_sets=lambda: {"stub": STUB[:8]}, notes=list)
     config = resolve([read_layer(CONFIGS / f"{name}.yaml") for name in names])
     if config.task.name != "countdown":
-        module = importlib.import_module("bandpo_cli.experiments.preflight")
+        module = importlib.import_module("bandpo_cli.experiments.plan")
         monkeypatch.setattr(module, "build_task", lambda settings: task)
         config = config.model_copy(update={"model": config.model.model_copy(update={"prompts": "chat"})})
     export_verl(config, tmp_path / "job", nodes=2, gpus_per_node=8, allow_differences=True)

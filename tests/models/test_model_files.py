@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bandpo_cli.config.run import ModelConfig
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.models.load import load_policy, save_policy
 from bandpo_cli.models.memory_estimate import build_on_meta_device
+from bandpo_cli.paths import check_regular_file
 from tests.fuzz import mutate
 from tests.fuzz.mutate import JSON_TEXTS, KINDS, as_json, changed_values, not_a_file
 from tests.fuzz.outcome import accepts, check_both_outcomes
@@ -67,6 +68,20 @@ def change_weights(folder: Path, change: Callable[[Any], object]) -> None:
 
 def lfs_pointer(path: Path) -> None:
     path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 123456\n")
+
+
+def test_a_pointer_of_git_lfs_has_fewer_than_1024_bytes(tmp_path):
+    lfs_pointer(file := tmp_path / "file")
+    pointer = file.read_bytes()
+    file.write_bytes(pointer.ljust(1023))
+    with pytest.raises(
+        ConfigError, match=r"^the data: is a git-lfs pointer without the content of the file; run"
+    ):
+        check_regular_file(file, "the data")
+    file.write_bytes(pointer.ljust(1024))
+    assert check_regular_file(file, "the data") == 1024
+    with pytest.raises(ConfigError, match=r"^the data: No such file or directory$"):
+        check_regular_file(tmp_path / "missing", "the data")
 
 
 def cut(path: Path, share: float) -> None:

@@ -110,7 +110,7 @@ class GeometricMean(PolicyLoss):
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         means = sequence_sum(logprobs - batch.old_logprobs, batch.lengths) / batch.lengths
-        return -batch.advantages * means.exp()[sequence_index(batch.lengths)]
+        return -batch.advantages * means.exp()[sequence_index(batch.lengths, logprobs)]
 
 
 def test_a_custom_loss_cannot_train_a_masked_token():

@@ -11,7 +11,7 @@ import torch
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.experiments.preflight import callback_class
+from bandpo_cli.experiments.plan import callback_class
 from bandpo_cli.methods.loss import LossBatch, policy_loss
 from bandpo_cli.methods.settings import CustomSettings
 from bandpo_cli.objective.advantages import check_estimator

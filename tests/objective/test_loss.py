@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.methods.band_and_clip import ClipSettings
 from bandpo_cli.methods.importance_correction import SINGLE_RULES, importance_weights
 from bandpo_cli.methods.loss import IntervalLoss, LossBatch
+from bandpo_cli.methods.ratio_intervals import ClipSettings
 from bandpo_cli.objective.policy_objective import (
     AGGREGATIONS,
     k3,

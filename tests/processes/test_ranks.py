@@ -120,9 +120,9 @@ class Exchange:
 
     def _gather(self, ranks: Ranks, value: Any) -> list[Any]:
         self._values[ranks.rank] = value
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         values = [*self._values]
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         return values
 
     def outcomes(self, call: Callable[[Ranks], Any]) -> list[Any]:

@@ -41,6 +41,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def time(self) -> float:
+        return 1e9 + self.now
+
     def __getattr__(self, name: str) -> object:
         return getattr(time, name)
 
@@ -64,7 +67,7 @@ def test_a_wait_is_reported_once_with_its_name_its_start_and_what_to_do(clock, c
     clock.now += 5.1
     wait.check()
     wait.check()
-    since = time.strftime("%H:%M", time.localtime(time.time() - 15))
+    since = time.strftime("%H:%M", time.localtime(clock.time() - 15))
     assert [message[:26] for message in caplog.messages] == [f"waiting for rank 1 since {since}"[:26]]
     assert "(0:00:15): do this" in caplog.messages[0]
     clock.now += 100

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
+from bandpo_cli.sampling.sampler import TokenIds
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.build import build_components
@@ -89,15 +89,15 @@ def train_one_step(
 ) -> tuple[StepReport, list[Sequence[int]], list[list[Completion]], dict[str, torch.Tensor]]:
     """Return the report, the prompts and completions of the sampler, and the trained weights."""
     components = build_components(config, build_task(config.task))
-    sample, prompts, groups = components.sampler.sample_request, [], []
+    sample, prompts, groups = components.sampler._sample_batch, [], []
 
-    def recording(request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
-        sampled = sample(request, params)
-        prompts.extend(request.prompts_P)
+    def recording(prompts_P: Sequence[TokenIds], *about: Any) -> list[list[Completion]]:
+        sampled = sample(prompts_P, *about)
+        prompts.extend(prompts_P)
         groups.extend(sampled)
         return sampled
 
-    with closing(components), mock.patch.object(components.sampler, "sample_request", recording):
+    with closing(components), mock.patch.object(components.sampler, "_sample_batch", recording):
         (report,) = train(config, components, run)
     policy = components.policy.model
     # Tied weights are trained as one matrix and stored once.

@@ -168,7 +168,7 @@ class Talk:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, environment: str | None = None, **options: Any
     ) -> None:
-        key = environment, options.pop("deadline", 5.0)
+        key = environment, options.pop("deadline", 60.0)
         if key not in POOLS:
             pool, name = (ToolPool, "add") if environment is None else (EnvironmentPool, environment)
             POOLS[key] = pool((f"turns_code:{name}",), GradingConfig(deadline=key[1], workers=2))
@@ -262,14 +262,14 @@ def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(tokenizer):
 @pytest.mark.parametrize(
     ("words", "content", "deadline"),
     [
-        (call(a=13, b=1), "Error: RuntimeError: no 13", 5.0),
+        (call(a=13, b=1), "Error: RuntimeError: no 13", 60.0),
         (call(a=99, b=1), "Error: no result within 0.3 s", 0.3),
-        (call(a=1), "Error: TypeError: add() missing 1 required positional argument: 'b'", 5.0),
-        (call(a=0, b=200), f"{'x' * 100} ... (100 more characters)", 5.0),
-        (call(a=1, b=1).replace("add", "sub"), "Error: no tool 'sub'; there are add", 5.0),
-        ('<tool_call>{"name": "add", ', "Error: the call is not JSON: Expecting prop", 5.0),
-        ('<tool_call>{"arguments": {}}</tool_call>', MALFORMED, 5.0),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', MALFORMED, 5.0),
+        (call(a=1), "Error: TypeError: add() missing 1 required positional argument: 'b'", 60.0),
+        (call(a=0, b=200), f"{'x' * 100} ... (100 more characters)", 60.0),
+        (call(a=1, b=1).replace("add", "sub"), "Error: no tool 'sub'; there are add", 60.0),
+        ('<tool_call>{"name": "add", ', "Error: the call is not JSON: Expecting prop", 60.0),
+        ('<tool_call>{"arguments": {}}</tool_call>', MALFORMED, 60.0),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', MALFORMED, 60.0),
     ],
 )  # fmt: skip
 def test_what_goes_wrong_in_a_call_is_a_result_that_the_model_reads(tokenizer, words, content, deadline):

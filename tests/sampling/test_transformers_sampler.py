@@ -190,7 +190,8 @@ def test_each_conversation_has_its_own_seed_and_limit():
     turns = [Turn(90, 3), Turn(7, 9), Turn(8, 1)]
     prompts = [(5, 6, 7), (4,), (9, 9)]
     unending = replace(PARAMS, stop_ids=(-1,))
-    together = sampler.sample_request(SampleRequest(prompts, 0, turns), unending)
+    ((number, together),) = sampler.sample_stream([None, SampleRequest(prompts, 0, turns)], unending)
+    assert number == 0
     for prompt, turn, group in zip(prompts, turns, together, strict=True):
         params = replace(unending, samples=1, max_tokens=turn.max_tokens)
         (alone,) = sampler.sample([prompt], params, turn.seed)
@@ -199,4 +200,3 @@ def test_each_conversation_has_its_own_seed_and_limit():
         assert group[0].logprobs == pytest.approx(alone[0].logprobs, abs=1e-5)
     assert [completion.finish_reason for (completion,) in together] == ["length"] * 3
     assert [len(completion.token_ids) for (completion,) in together] == [3, 9, 1]
-    assert [*sampler.sample_stream([None, SampleRequest(prompts, 0, turns)], unending)] == [(0, together)]

@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
-from bandpo_cli.experiments.preflight import check_config
+from bandpo_cli.experiments.plan import check_config
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling import sync_check, vllm_sampler
 from bandpo_cli.sampling.rollouts import check_engine_settings

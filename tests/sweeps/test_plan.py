@@ -7,8 +7,7 @@ import pytest
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.methods import METHODS
-from bandpo_cli.methods.band_and_clip import BandSettings
-from bandpo_cli.methods.settings import TrustRegionSettings
+from bandpo_cli.methods.settings import BandSettings, TrustRegionSettings
 from bandpo_cli.sweeps.sweep_plan import SweepConfig, check_names, parse_axes, plan_runs
 
 

@@ -13,7 +13,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.task import CalculatorTask, CountdownTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import evaluate
-from bandpo_cli.experiments.preflight import check_model_and_task
+from bandpo_cli.experiments.plan import check_model_and_task
 from bandpo_cli.grading.countdown import calculate, grade_countdown
 from bandpo_cli.grading.tools import tool_schemas
 from bandpo_cli.grading.verl_graders import grade_gsm8k_flexible

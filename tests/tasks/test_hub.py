@@ -11,7 +11,7 @@ import pytest
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.task import DataTask, Source
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.experiments.preflight import load_task
+from bandpo_cli.experiments.plan import load_task
 from bandpo_cli.registries import DATASETS
 from bandpo_cli.tasks.question_answers import load_questions
 from bandpo_cli.tasks.rows import read_rows

@@ -14,7 +14,7 @@ import torch
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.experiments.preflight import prepare_task
+from bandpo_cli.experiments.plan import prepare_task
 from bandpo_cli.models.load import load_policy
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.processes.ranks import SINGLE, Ranks

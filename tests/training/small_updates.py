@@ -9,8 +9,8 @@ import torch
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.methods.band_and_clip import BandSettings
 from bandpo_cli.methods.loss import PolicyLoss, policy_loss
+from bandpo_cli.methods.settings import BandSettings
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.sampling.sampler import SamplingParams, TransformersSampler

@@ -13,7 +13,7 @@ import torch
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments import resume, train
-from bandpo_cli.experiments.preflight import prepare_task
+from bandpo_cli.experiments.plan import prepare_task
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.run_folder import RunFolder

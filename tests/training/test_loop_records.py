@@ -4,7 +4,6 @@ import gc
 import json
 import math
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 from typing import Any
@@ -13,9 +12,6 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from bandpo_cli.errors import GraderFailedError
 from bandpo_cli.models import load, packing
@@ -23,6 +19,7 @@ from bandpo_cli.models.load import release_cached_memory
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.training import loop, update
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
+from benchmarks.device_reads import DeviceReads, host_copy
 from tests.training import recording as recording_module
 from tests.training.recording import (
     Recording,
@@ -367,60 +364,23 @@ def test_no_gradient_and_no_value_per_token_is_held_when_the_sampler_syncs(
     assert len(experiences) == 4  # two updates per step: the references are to objects that existed
 
 
-class DeviceReads(TorchFunctionMode):
-    """Counts, by phase, what would make the host wait for a GPU: values that it reads, and shapes that depend on them.
-
-    Tensors that torch makes of Python numbers are in memory of the host until they are moved, as are `host_copy` and
-    what is computed from such tensors alone. A tensor that is created on the device of another one is on either side.
-    """
-
-    READS = (
-        Tensor.item,
-        Tensor.tolist,
-        Tensor.cpu,
-        Tensor.numpy,
-        Tensor.__bool__,
-        Tensor.__int__,
-        Tensor.__float__,
-    )
-    SHAPES = (Tensor.nonzero, torch.nonzero, torch.bincount, torch.unique, torch.masked_select)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase, self.reads = "", Counter[str]()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        inputs = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
-        sides = {getattr(item, "on_host", False) for item in inputs}
-        waits = func in (*self.READS, *self.SHAPES)
-        if func in (Tensor.__getitem__, Tensor.__setitem__):
-            waits = any(item.dtype == torch.bool for item in inputs[1:])
-        if func in (Tensor.repeat_interleave, torch.repeat_interleave):
-            waits = len(inputs) > 1 and "output_size" not in kwargs
-        self.reads[self.phase] += waits and False in sides
-        result = func(*args, **kwargs)
-        moved = func is Tensor.to and any(isinstance(item, torch.device) for item in args)
-        on_host = (
-            False if moved or False in sides else True in sides or (None if "device" in kwargs else True)
-        )
-        for item in tree_leaves(result):
-            if isinstance(item, Tensor):
-                item.on_host = on_host  # type: ignore[attr-defined]
-        return result
-
-
-def test_a_step_waits_for_the_device_a_few_times_per_update(tmp_path, small_model, monkeypatch):
-    prepared = prepare_run(tmp_path / "run", small_model, {"steps": 1, "evaluation": {"every": 0}})
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {
+            "model": {"dtype": "bfloat16"},  # the sampler's log-probs are not exact
+            "objective": {"importance": "sequence-mask", "aggregation": "token-mean", "off_policy_mask": 0.5},
+            "bounds": {"method": "gspo"},
+        },
+    ],
+)
+def test_a_step_waits_for_the_device_once_per_update(tmp_path, small_model, monkeypatch, settings):
+    one_step = {"steps": 1, "evaluation": {"every": 0}}
+    prepared = prepare_run(tmp_path / "run", small_model, one_step | settings)
     reads = DeviceReads()
-
-    def copied(tensor: Tensor) -> Tensor:
-        copy = tensor.clone()
-        copy.on_host = True  # type: ignore[attr-defined]
-        return copy
-
     for module in (packing, update):
-        monkeypatch.setattr(module, "host_copy", copied)
+        monkeypatch.setattr(module, "host_copy", host_copy)
     with reads:
         for _ in loop.train(
             prepared.config,
@@ -431,7 +391,10 @@ def test_a_step_waits_for_the_device_a_few_times_per_update(tmp_path, small_mode
             pass
     updates = prepared.config.optim.updates
     assert updates == 2
-    assert reads.reads["sample"] > 0  # the counter counts
+    tokens = prepared.config.sampling.max_tokens
+    assert (
+        tokens <= reads.reads["sample"] <= 2 * tokens + 1
+    )  # per token how many completions are left, and which
     # the check of an update before its weights change
     assert [reads.reads[phase] for phase in ("logprobs", "update", "record")] == [0, updates, 0]
 

@@ -10,16 +10,9 @@ from bandpo_cli.config import shipped_configs
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments import eval_plan
-from bandpo_cli.experiments.preflight import (
-    ModelRef,
-    check_model_path,
-    extreme_settings,
-    new_run_layers,
-    resolve_model,
-    run_layers,
-    run_warnings,
-)
+from bandpo_cli.experiments.plan import extreme_settings, new_run_layers, run_warnings
 from bandpo_cli.methods import METHODS
+from bandpo_cli.storage.checkpoints import ModelRef, check_model_path, resolve_model, run_layers
 from bandpo_cli.storage.run_folder import RunFolder
 
 

@@ -1,6 +1,6 @@
-"""The methods that are an interval of ratios: the Band, clip, clip-higher, DCPO, RIPO, ATR, and no clipping.
+"""The methods that are an interval of ratios: clip, clip-higher, DCPO, RIPO, ATR, and no clipping.
 
-Their loss is `methods.loss.IntervalLoss`: a ratio outside its interval loses its gradient there.
+Their loss, as that of the Band, is `methods.loss.IntervalLoss`: a ratio outside its interval loses its gradient there.
 """
 
 import math
@@ -8,47 +8,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from bandpo_cli.bounds.arrays import Array, RatioBounds, namespace
-from bandpo_cli.bounds.band import logprob_bounds
+from bandpo_cli.bounds.arrays import Array, namespace
 from bandpo_cli.bounds.intervals import BoundsFunction, bounds_of_probability, fixed_bounds
-from bandpo_cli.methods.settings import IntervalSettings, MaxRatio, MethodSettings, TrustRegionSettings
-from bandpo_cli.settings_validation import Positive, Section
-
-
-class Relax(Section):
-    """Never tighter than a fixed interval: min(lower, 1−eps_low), max(upper, 1+eps_high) (BandPO's ablation)."""
-
-    eps_low: float = Field(0.2, gt=0, lt=1)
-    eps_high: float = Field(0.28, gt=0)
-    """The fixed interval of ratios is [1 − eps_low, 1 + eps_high]."""
-
-
-class BandSettings(TrustRegionSettings):
-    """The interval of ratios that an f-divergence ball of radius `delta` allows each token (arXiv 2603.04918)."""
-
-    method: Literal["band"] = "band"
-    max_ratio: MaxRatio | None = 10.0
-    """Cap on the upper bound; null for none."""
-    relax: Relax | None = None
-
-    def describe(self) -> str:
-        cap = "" if self.max_ratio is None else f", ratio ≤ {self.max_ratio:g}"
-        text = f"Band of the {self.divergence} trust region, {self.radius}{cap}"
-        relax = self.relax
-        return text if relax is None else f"{text}, never tighter than −{relax.eps_low:g}/+{relax.eps_high:g}"
-
-    def ratio_bounds(self) -> BoundsFunction:
-        """Return the Band, capped at `max_ratio` and widened to the interval of `relax` where that is set."""
-
-        def bounds(old_logprobs: Array) -> RatioBounds:
-            band = logprob_bounds(old_logprobs, self.divergence, self.delta, self.max_ratio)
-            if self.relax is None:
-                return band
-            xp = namespace(band.lower)
-            lower = xp.clip(band.lower, None, 1.0 - self.relax.eps_low)
-            return RatioBounds(lower, xp.clip(band.upper, 1.0 + self.relax.eps_high, None))
-
-        return bounds
+from bandpo_cli.methods.settings import IntervalSettings, MaxRatio, MethodSettings
+from bandpo_cli.settings_validation import Positive
 
 
 class ClipSettings(IntervalSettings):
