@@ -209,13 +209,11 @@ def test_the_callback_receives_the_phases_of_a_step_in_order(recorded):
 
 def test_the_report_of_a_step_is_its_line_and_its_first_rollout(recorded):
     for number, step in recorded.steps.items():
-        assert step.report is not None
         assert step.report.record == recorded.line(number)
         if not number:
             assert step.report.sample is None
             continue
         first = step.training_groups()[0][0]
-        assert step.report.sample is not None
         assert step.report.sample.completion == first.completion
         assert (step.report.sample.problem, step.report.sample.text) == (first.problem, first.text)
 
@@ -406,7 +404,7 @@ class DeviceReads(TorchFunctionMode):
         )
         for item in tree_leaves(result):
             if isinstance(item, Tensor):
-                item.on_host = on_host  # type: ignore[attr-defined]
+                item.on_host = on_host
         return result
 
 
@@ -416,7 +414,7 @@ def test_a_step_waits_for_the_device_a_few_times_per_update(tmp_path, small_mode
 
     def copied(tensor: Tensor) -> Tensor:
         copy = tensor.clone()
-        copy.on_host = True  # type: ignore[attr-defined]
+        copy.on_host = True
         return copy
 
     for module in (packing, update):
