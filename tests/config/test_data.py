@@ -113,7 +113,6 @@ def resolve_rewards(rewards: Any, **task: Any) -> DataTask:
 
 def test_rewards_are_graders_with_weights():
     task = resolve_rewards(["math", {"grader": "trl:mine.rewards:in_tags", "weight": 0.2}])
-    assert task.rewards is not None
     assert [(reward.label, reward.weight) for reward in task.rewards] == [("math", 1.0), ("in_tags", 0.2)]
     assert task.answer_grader == "math"
     assert resolve_rewards([{}, "a:b"], grader="number").answer_grader == "number"

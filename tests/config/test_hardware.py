@@ -60,7 +60,6 @@ def report_on_gpu(config: RunConfig, gigabytes: int, ranks: int = 1) -> MemoryEs
 
 def fits(config: RunConfig, report: MemoryEstimate, available: int) -> bool:
     """Return whether a run fits, by hand: the trainer's memory, and an update or the engine, leave 5% free."""
-    assert config.sampling.vllm.memory_fraction is not None
     engine = config.sampling.vllm.memory_fraction * available
     used = sum(report.always.values()) + max(sum(report.update.values()), engine)
     return used < 0.95 * available
@@ -72,8 +71,6 @@ def test_the_header_of_a_model_names_the_smallest_gpu_that_fits_and_the_memory_o
     text, general = file.read_text("utf-8"), PROTOCOL if file in QWEN3 else PAPER / "base.yaml"
     base = [read_layer(general), read_layer(file)]
     header, eight = _MODEL_HEADER.match(text), _EIGHT_GPUS.search(text)
-    assert header is not None
-    assert eight is not None
     size, peak, held = map(int, header.groups())
     model = base[1]["model"]["path"]
     config = config_on_disk(tmp_path, model, *base)
@@ -105,7 +102,6 @@ def test_the_header_of_lora_names_the_smallest_gpus_that_fit(tmp_path):
     """The base in bfloat16, and adapters with 14 bytes per parameter: 2, a master and two moments."""
     file, model = PAPER / "lora-7b.yaml", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
     header = _LORA_HEADER.search(file.read_text("utf-8"))
-    assert header is not None
     size, peak, held, smaller = (int(header[group]) for group in (1, 2, 3, 5))
     files = (PAPER / "base.yaml", PAPER / "models" / "r1-distill-qwen-7b.yaml", file)
     config = config_on_disk(tmp_path, model, *map(read_layer, files))
@@ -132,8 +128,6 @@ def test_both_models_in_the_header_of_gsm8k_fit_with_vllm(tmp_path):
     file = CONFIGS / "gsm8k.yaml"
     text, own = file.read_text("utf-8"), read_layer(file)
     own_size, other = _ONE_GPU.search(text), _OTHER_MODEL.search(text)
-    assert own_size is not None
-    assert other is not None
     for model, size in ((own["model"]["path"], own_size[1]), (other[1], other[2])):
         config = config_on_disk(tmp_path, model, own, {"sampling": {"engine": "vllm"}})
         report = report_on_gpu(config, int(size))

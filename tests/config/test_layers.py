@@ -262,7 +262,7 @@ def test_settings_in_python_are_dictionaries_and_objects_alike():
         {"bounds.delta": 0.3, "bounds.method": "dppo"}
     )  # the order of keys of one dictionary decides nothing
     assert dppo == resolve({"bounds.method": "dppo", "bounds.delta": 0.3})
-    assert dppo.bounds.delta == 0.3  # type: ignore[attr-defined]
+    assert dppo.bounds.delta == 0.3
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 from bandpo_cli import methods
 from bandpo_cli.config.layers import flatten, merge, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.task import DataTask
 from bandpo_cli.methods import MethodEntry
 from bandpo_cli.storage.sweep_folder import SweepRun
 from bandpo_cli.sweeps.sweep_plan import SweepConfig, plan_runs, plan_tuned_runs
@@ -196,7 +195,6 @@ def test_settings_of_the_paper():
 def test_the_protocol_of_mathematics_evaluates_on_six_competitions():
     """avg@32 of each, over all of its problems; docs/data.md names the sources of the other values."""
     config = config_of(CONFIGS / "math" / "protocol.yaml", CONFIGS / "math" / "qwen3-4b-base.yaml")
-    assert isinstance(config.task, DataTask)
     names = [source.name for source in config.task.heldout]
     assert names == ["aime24", "aime25", "aime26", "amc23", "hmmt25", "brumo25"]
     assert (config.evaluation.samples, config.evaluation.problems) == (32, None)

@@ -72,7 +72,7 @@ def test_k_1_is_the_share_correct_and_k_n_the_plain_majority(election):
 
 
 @given(elections(most=30), st.randoms(use_true_random=False), st.data())
-def test_the_order_and_the_names_of_answers_do_not_matter(election, random, data):  # type: ignore[no-untyped-def]
+def test_the_order_and_the_names_of_answers_do_not_matter(election, random, data):
     """Bit for bit: evaluations with the same counts must not differ by rounding."""
     votes, correct = election
     k = data.draw(st.integers(1, len(votes)))
@@ -84,7 +84,7 @@ def test_the_order_and_the_names_of_answers_do_not_matter(election, random, data
 
 
 @given(elections(most=24), st.data())
-def test_maj_at_k_is_at_most_pass_at_k_and_grows_with_correct_answers(election, data):  # type: ignore[no-untyped-def]
+def test_maj_at_k_is_at_most_pass_at_k_and_grows_with_correct_answers(election, data):
     votes, _ = election
     k = data.draw(st.integers(1, len(votes)))
     correct = [float(vote == "a") for vote in votes]

@@ -171,7 +171,7 @@ def test_the_example_grades_and_a_judge_that_fails_gives_no_reward(monkeypatch):
             closing.wait()
         time.sleep(0.3 * (text == "slow"))
         values = table.get(text, [500])
-        return values.pop(0) if len(values) > 1 else values[0]  # type: ignore[no-any-return]
+        return values.pop(0) if len(values) > 1 else values[0]
 
     expected = {
         "good": ("judge-5", 1.0), "half": ("judge-3", 0.6), "flaky": ("judge-0", 0.0), "slow": ("judge-5", 1.0),

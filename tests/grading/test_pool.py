@@ -236,7 +236,6 @@ def test_workers_exit_with_their_parent(doing, with_signal, tmp_path):
     with subprocess.Popen(
         [sys.executable, "script.py", doing], env=environment, cwd=tmp_path, **pipes
     ) as parent:
-        assert parent.stdout is not None
         assert parent.stdout.readline() == "imported\n"
         worker = int(parent.stdout.readline())
         if with_signal:

@@ -166,7 +166,7 @@ def test_trl_gets_all_messages_of_a_conversation_and_a_function_of_texts_the_las
 def test_the_column_answer_of_the_row_comes_before_the_reference_and_annotated_functions_get_texts():
     load("reward").grade([answer_of(problem(level=3, answer="so it is #### 2"), "2")])
     load("on_texts").grade([answer_of(problem(), "two")])
-    assert calls()[0][3] == ["so it is #### 2"]  # type: ignore[index]
+    assert calls()[0][3] == ["so it is #### 2"]
     assert calls()[1] == [["be brief\n\n1 + 1?"], ["two"]]
 
 

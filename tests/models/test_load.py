@@ -52,7 +52,7 @@ def test_compiled_layers_have_the_log_probs_gradients_and_names_of_plain_ones():
         is_compiled = {name: child._compiled_call_impl is not None for name, child in layer.named_children()}
         assert is_compiled == {name: compiled and name != "self_attn" for name in is_compiled}
         logprobs = token_logprobs(model, batch).logprobs
-        logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        logprobs.sum().backward()
         results.append(
             {"": logprobs.detach(), **{name: item.grad for name, item in model.named_parameters()}}
         )

@@ -143,7 +143,7 @@ def saved_by_packed_rows(model: torch.nn.Module, rows: list[Row]) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         mask = batch.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool)
         options = {"position_ids": batch.position_ids, "packing": batch.packing, "use_cache": False}
-        model.base_model(batch.input_ids, attention_mask=mask, **options)  # type: ignore[operator]
+        model.base_model(batch.input_ids, attention_mask=mask, **options)
     tensors = [tensor for address, tensor in saved.items() if address not in parameters | indices]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.is_floating_point())
 
@@ -229,7 +229,7 @@ def test_attention_never_holds_more_than_the_estimate(tmp_path, prompt, samples)
 
 def test_auto_is_gradient_checkpointing_if_supported(tmp_path, monkeypatch):
     def activations(value: bool | str) -> int:
-        settings = ModelConfig(path=str(tmp_path), gradient_checkpointing=value)  # type: ignore[arg-type]
+        settings = ModelConfig(path=str(tmp_path), gradient_checkpointing=value)
         return activation_bytes(build_on_meta_device(settings), TOKENS, settings, 1000, on_gpu=True)
 
     monkeypatch.setattr("bandpo_cli.models.weights.GradientCheckpointingLayer", ())  # no layer supports it
@@ -294,7 +294,6 @@ def peak_bytes(work: Callable[[], object]) -> int:
     """Return the most bytes that a call has allocated at one time."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
-    assert recorded.profiler is not None
     events = [item for item in recorded.profiler.kineto_results.events() if item.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda item: item.start_ns()):

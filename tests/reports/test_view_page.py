@@ -215,7 +215,7 @@ def test_an_evaluation_has_texts_only(run):
     row = {"task": "t", "problem_id": "p", "reference": "2", "grader": "math", "extra": "{}"}
     row |= {"question": "1+1", "prompt": "1+1", "text": HOSTILE[0], "answer": None, "verdict": "wrong"}
     row |= {"reward": 0.0, "accuracy": 0.0, "length": None, "finish_reason": "stop", "logprob_sum": None}
-    folder.write_samples([row])  # type: ignore[typeddict-item]
+    folder.write_samples([row])
     index, (part,) = view.page_data(open_sources(["e"], run.path.parent))
     assert part["sides"] == [{"texts": [HOSTILE[0]]}]
     assert "texts" not in index["sources"][0]

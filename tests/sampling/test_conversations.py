@@ -117,7 +117,6 @@ class Script(TransformersSampler):
 
     def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
         self.requests.append(request)
-        assert request.turns_P is not None
         groups = []
         for prompt, turn in zip(request.prompts_P, request.turns_P, strict=True):
             text = self._reply(self._tokenizer.decode(list(prompt))) + END
@@ -207,7 +206,6 @@ def once(*texts: str) -> Callable[[str], str]:
 
 
 def contents(completion: Completion) -> list[Any]:
-    assert completion.conversation is not None
     return [message["content"] for message in completion.conversation.messages]
 
 
@@ -218,9 +216,8 @@ def test_the_next_turn_continues_from_the_tokens_and_not_from_the_text(tokenizer
     first, second = talk.sampler.requests
     assert contents(completion) == ["I add.", "42", "42"]
     about = completion.conversation
-    assert about is not None
     assert (about.turns, about.calls, about.failed_calls, about.reward) == (2, 1, 0, None)
-    assert about.messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 40, "b": 2}}  # type: ignore[index]
+    assert about.messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 40, "b": 2}}
     assert [message["role"] for message in about.messages] == ["assistant", "tool", "assistant"]
     ((place, inserted),) = completion.inserted
     assert tokenizer.decode(inserted) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
@@ -275,7 +272,6 @@ def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(tokenizer):
 def test_what_goes_wrong_in_a_call_is_a_result_that_the_model_reads(tokenizer, words, content, deadline):
     talk = Talk(tokenizer, deadline=deadline)
     completion = talk.one(once(words, "done"))
-    assert completion.conversation is not None
     assert contents(completion)[1].startswith(content)
     about, is_long = completion.conversation, "more characters" in contents(completion)[1]
     assert about.failed_calls == ("more characters" not in content)
@@ -299,7 +295,6 @@ def test_calls_beyond_the_limits_are_malformed(tokenizer, words, error):
     talk = Talk(tokenizer)
     long = SamplingParams(1, 1.0, 1 << 18, ())
     about = talk.one(once(words, "done"), params=long).conversation
-    assert about is not None
     assert about.messages[1]["content"] == error
     assert (about.calls, about.failed_calls, about.malformed_calls) == (1, 1, 1)
     (*made, last) = parse_calls(call(a=1, b=1) * 40)["tool_calls"]
@@ -339,13 +334,11 @@ def test_calls_are_read_as_the_response_template_of_the_tokenizer_says(tokenizer
     assert contents(completion)[:2] == ["I add.", "3"]
     assert contents(completion)[3] == MALFORMED
     assert contents(completion)[5].startswith("Error: the message is not readable")
-    assert completion.conversation is not None
     assert (completion.conversation.calls, completion.conversation.failed_calls) == (3, 2)
     monkeypatch.setitem(call_field, "content", "text")  # calls that are texts
     talk = Talk(tokenizer)
     completion = talk.one(once(words[0], "5"))
     assert contents(completion)[1].startswith("Error: the message is not readable")
-    assert completion.conversation is not None
     assert (completion.conversation.calls, completion.conversation.failed_calls) == (1, 1)
 
 
@@ -359,7 +352,7 @@ def test_conversations_end_at_the_limits_of_turns_and_tokens(tokenizer):
     again = once(call(a=1, b=1))
     talk = Talk(tokenizer)
     completion = talk.one(again)
-    assert (completion.conversation.turns, completion.conversation.calls) == (4, 3)  # type: ignore[union-attr]
+    assert (completion.conversation.turns, completion.conversation.calls) == (4, 3)
     assert completion.finish_reason == "length"
     for max_tokens in range(3, 200, 7):
         params = SamplingParams(1, 1.0, max_tokens, ())
@@ -411,7 +404,6 @@ def test_an_environment_gives_messages_and_the_reward(tokenizer):
     for group in groups:
         for completion in group:
             about = completion.conversation
-            assert about is not None
             assert (about.turns, about.reward, completion.finish_reason) == (2, 1.0, "stop")
             assert about.messages[1]["content"] == f"{about.messages[2]['content']} away"
     assert len({str(contents(group[0])) for group in groups}) > 3
@@ -459,17 +451,16 @@ def test_an_exit_in_a_tool_or_an_environment_is_its_error(exit, monkeypatch):
 def test_an_environment_that_never_ends_or_fails(tokenizer):
     talk = Talk(tokenizer, "Endless", max_turns=3)
     completion = talk.one(once("well"))
-    assert (completion.conversation.turns, completion.conversation.reward) == (3, 0.25)  # type: ignore[union-attr]
+    assert (completion.conversation.turns, completion.conversation.reward) == (3, 0.25)
     assert completion.finish_reason == "length"
     params = SamplingParams(1, 1.0, 20, ())
     cut = talk.one(once("well " * 30), params=params)
-    assert (len(cut.token_ids), cut.conversation.reward) == (20, 0.25)  # type: ignore[union-attr]
+    assert (len(cut.token_ids), cut.conversation.reward) == (20, 0.25)
     too_long = talk.one(once("well"), params=SamplingParams(1, 1.0, 10, ()))
-    assert (too_long.conversation.turns, too_long.conversation.reward) == (1, 0.25)  # type: ignore[union-attr]
+    assert (too_long.conversation.turns, too_long.conversation.reward) == (1, 0.25)
     talk = Talk(tokenizer, "Guess")
     completion = talk.one(once("crash"))
     about = completion.conversation
-    assert about is not None
     assert about.reward == "KeyError: 'no such word' (turns_code.py:33, in step)"
     assert about.failed_calls == 1
 
@@ -486,14 +477,14 @@ def test_a_message_that_is_cut_is_ended_and_the_conversation_continues(tokenizer
     assert lengths[0] == lengths[2] == 6 > lengths[1]
     assert first.token_ids == (tokenizer.convert_tokens_to_ids(END), *second.token_ids)
     asked = [{"role": "user", "content": "What is 0 + 1?"}]
-    messages = [*asked, *completion.conversation.messages[:4]]  # type: ignore[union-attr]
+    messages = [*asked, *completion.conversation.messages[:4]]
     assert read == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     most = len(tokenizer(call(a=1) + END)["input_ids"])
     talk = Talk(tokenizer, max_tokens=most)  # of tools, the last message is the answer
     answered, answer = (talk.one(once(call(a=1), text)) for text in ("2", long * 2))
     unread = talk.one(once(call(a=1) + long, "2"))
     assert [item.finish_reason for item in (answered, answer, unread)] == ["stop", "length", "stop"]
-    assert [item.conversation.turns for item in (answered, answer, unread)] == [2, 2, 2]  # type: ignore[union-attr]
+    assert [item.conversation.turns for item in (answered, answer, unread)] == [2, 2, 2]
 
 
 @pytest.mark.slow
@@ -509,7 +500,6 @@ def test_an_environment_of_trl_has_tools(tokenizer):
     talk = Talk(tokenizer, "Counter")
     completion = talk.one(once(*words), batches=[prompted])
     about = completion.conversation
-    assert about is not None
     assert contents(completion)[1:3] == ["3", "Error: ValueError: too much"]
     assert contents(completion)[4:] == ["7", "7", "done"]
     assert (about.turns, about.calls, about.failed_calls, about.reward) == (3, 4, 1, 0.7)
@@ -521,7 +511,6 @@ def test_messages_that_cannot_be_rendered_end_their_conversation_alone(tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", refusing + TOOLS_TEMPLATE)
     talk = Talk(tokenizer, "Odd")
     about = talk.one(once("well")).conversation
-    assert about is not None
     assert (about.messages[1]["content"], about.turns, about.failed_calls) == ("?", 2, 1)
     assert str(about.reward).startswith(
         "the model's chat template refuses a conversation with messages of judge"

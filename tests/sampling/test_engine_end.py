@@ -136,7 +136,6 @@ def started(monkeypatch: Patch, policy: Policy, line: str) -> EngineProcess:
 
 
 def child_of(engine: EngineProcess) -> ChildProcess:
-    assert engine._child is not None
     return engine._child
 
 

@@ -1,6 +1,5 @@
 """Prompts as the model reads them: ids, questions, special tokens, ends of prompts, inserted turns."""
 
-import io
 import json
 import re
 from collections.abc import Sequence
@@ -8,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -21,6 +19,7 @@ from bandpo_cli.sampling.rollouts import encode_prompts
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.build import build_components
 from bandpo_cli.types import Message, Problem
+from tests.conftest import output_of
 from tests.text_model import TEMPLATE, character_tokenizer, save_text_model
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
@@ -260,14 +259,13 @@ def test_prompts_are_checked_without_the_weights_as_with_them(folder, data, temp
         with pytest.raises(ConfigError, match=message):
             check()
     if message is None:
-        output = io.StringIO()  # no terminal, so that no style is visible
-        print_dry_run(Console(file=output, width=200), plan_training(config, folder / "runs"))
+        text = output_of(print_dry_run, plan_training(config, folder / "runs"), width=200)
         ends = [tokenizer.convert_tokens_to_ids(name) for name in ("<|im_start|>", "<|im_end|>")]
         start, end = (
             f"{name} ({token})" for name, token in zip(("<|im_start|>", "<|im_end|>"), ends, strict=True)
         )
-        assert f"special tokens  {start}, {end}, {start}\n" in output.getvalue()
+        assert f"special tokens  {start}, {end}, {start}\n" in text
         tokens = len(
             tokenizer(PromptEncoder(tokenizer).encode(task.train_problems()[:1])[0].text)["input_ids"]
         )
-        assert f"{tokens} tokens (sampling.max_prompt_tokens" in output.getvalue()
+        assert f"{tokens} tokens (sampling.max_prompt_tokens" in text

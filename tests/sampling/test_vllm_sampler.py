@@ -109,7 +109,7 @@ def test_sleeping_engine_wakes_in_two_stages(calls):
     assert sampler.sleep() == 20, "30 are free, of which 10 were cached"
     assert sampler.sleep() == 0, "it sleeps already"
     with pytest.raises(AssertionError, match="sync wakes"):
-        sampler.sample([], SimpleNamespace(), 0)  # type: ignore[arg-type]
+        sampler.sample([], SimpleNamespace(), 0)
     sampler.sync(random_model(), 1)
     waking = ["sleep 2", "release", "wake weights", "policy_load", "release", "wake kv_cache"]
     assert calls == [*waking, "reset", "policy_state", "probe"]

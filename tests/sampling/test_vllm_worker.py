@@ -32,7 +32,7 @@ def test_process_state_is_restored_after_an_error(monkeypatch):
     @preserve_process_state()
     def start() -> None:
         torch.set_num_threads(threads + 1)
-        torch.set_num_threads = lambda count: None  # type: ignore[assignment]
+        torch.set_num_threads = lambda count: None
         torch.manual_seed(5)
         os.environ["LD_PRELOAD"] = "libgomp.so"
         os.environ["LD_LIBRARY_PATH"] = "/after"
@@ -213,7 +213,7 @@ class Worker(PolicyWorker):
     def get_model(self) -> nn.Module:
         return self.model
 
-    def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:  # type: ignore[override]
+    def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         read = (pair for _, pair in zip(range(self.max_read), weights_iterator, strict=False))
         self.model.load_weights(pair for pair in read if pair[0] != self.dropped)
 

@@ -58,7 +58,7 @@ def test_downloaded_copy_of_a_known_dataset_keeps_its_subset_and_splits(tmp_path
     other = source.model_copy(update={"subset": "socratic", "split": "test"})
     for asked, part, prompt in ((source, "train", "maintrain"), (source, "heldout", "maintest"),
                                 (other, "train", "socratictest")):  # fmt: skip
-        assert [q.prompt for q in load_questions(asked, part)[0]] == [prompt]  # type: ignore[arg-type]
+        assert [q.prompt for q in load_questions(asked, part)[0]] == [prompt]
 
 
 def test_folders_written_by_save_to_disk(tmp_path):

@@ -61,7 +61,7 @@ class Setting:
     run: RunFolder
 
     def writer(self, **checkpoint: Any) -> CheckpointWriter:
-        return CheckpointWriter(settings(**checkpoint), State(*self.trained), self.run)  # type: ignore[arg-type]
+        return CheckpointWriter(settings(**checkpoint), State(*self.trained), self.run)
 
     def save(self, writer: CheckpointWriter, step: int) -> None:
         """Save a step in the order of the loop."""
@@ -133,7 +133,7 @@ def test_a_thread_writes_the_state_of_its_step_whatever_changes_meanwhile(
     update(trained, 1, 2)
     save_checkpoint(*trained, State(*trained).progress(7), tmp_path / "direct" / "step-000007")
     monkeypatch.setattr(checkpoint_writer, "save_policy", save_later)
-    with CheckpointWriter(settings(), State(*trained), run) as writer:  # type: ignore[arg-type]
+    with CheckpointWriter(settings(), State(*trained), run) as writer:
         writer.prepare(7)
         writer.commit()
         update(trained, 3, 4)
@@ -287,7 +287,6 @@ def test_a_disk_that_fills_up_is_reported_at_the_next_step(setting, monkeypatch)
             patch.setattr(os, "fsync", full_disk)
             patch.setattr(RunFolder, "sync_metrics", lambda _: None)
             writer.commit()
-            assert writer._call is not None
             writer._call.join()
         with pytest.raises(RunError, match="step-000002: the checkpoint cannot be written: No space left"):
             writer.check()

@@ -62,7 +62,7 @@ class Outcome:
 def updated(policy: Policy, experiences: list[Experience], config: RunConfig) -> Outcome:
     optimizer = Optimizer(policy.model, config.optim, total_updates=len(experiences))
     updates = update_policy(policy, optimizer, experiences, config)
-    gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])  # type: ignore[union-attr]
+    gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
     return Outcome(weights_of(policy), gradient, updates)
 
 

@@ -206,13 +206,11 @@ def test_the_callback_receives_the_phases_of_a_step_in_order(recorded):
 
 def test_the_report_of_a_step_is_its_line_and_its_first_rollout(recorded):
     for number, step in recorded.steps.items():
-        assert step.report is not None
         assert step.report.record == recorded.line(number)
         if not number:
             assert step.report.sample is None
             continue
         first = step.training_groups()[0][0]
-        assert step.report.sample is not None
         assert step.report.sample.completion == first.completion
         assert (step.report.sample.problem, step.report.sample.text) == (first.problem, first.text)
 

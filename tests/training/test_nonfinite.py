@@ -189,7 +189,6 @@ def test_the_batch_is_stored_with_every_computed_value(tmp_path):
         "upper": experience.columns["upper"],
         "advantages": experience.advantages,
     }.items():
-        assert tensor is not None
         np.testing.assert_array_equal(np.concatenate(table[name]), tensor.numpy(), err_msg=name)
     assert np.isnan(np.concatenate(table["new_logprobs"])).all()
     assert np.isnan(np.concatenate(table["ratios"])).all()

@@ -205,4 +205,4 @@ def test_of_a_mixture_of_experts_the_active_weights_count(policy):
         base_model=Layers(), config=config, device=torch.device("cpu"), dtype=torch.float32,
         get_output_embeddings=lambda: head,
     )  # fmt: skip
-    assert PackedWork(model).flops_of([(1, 0)]) == 2 * (2 * 5 * 6 + 8 * 6)  # type: ignore[arg-type]
+    assert PackedWork(model).flops_of([(1, 0)]) == 2 * (2 * 5 * 6 + 8 * 6)

@@ -226,12 +226,11 @@ def threads_fail(scenario: Scenario) -> None:
     """Save step 10 by threads, of which that of rank 1 finds a full disk; note the errors at the next step."""
     run, error = scenario.run, "none"
     config = resolve([{"steps": 100, "checkpoint": {"keep_last": 1, "keep_best": 0}}])
-    with CheckpointWriter(config, State(*scenario.one), run) as writer:  # type: ignore[arg-type]
+    with CheckpointWriter(config, State(*scenario.one), run) as writer:
         writer.prepare(10)
         with pytest.MonkeyPatch.context() as context:
             scenario.only_on(1, os, "fsync", no_space)(context)
             writer.commit()
-            assert writer._call is not None
             writer._call.join()
         try:
             writer.check()

@@ -133,7 +133,7 @@ def test_a_thread_writes_the_batch_of_its_step(policy, tmp_path, monkeypatch):
     trained = fresh(policy, torch.float32)
     update(trained, 1)
     state = State(*trained, deque([one_batch(policy, 5)]))
-    with CheckpointWriter(resolve([{"checkpoint": {"every": 1}}]), state, run) as writer:  # type: ignore[arg-type]
+    with CheckpointWriter(resolve([{"checkpoint": {"every": 1}}]), state, run) as writer:
         writer.prepare(4)
         run.append_metrics({"step": 4})
         writer.commit()

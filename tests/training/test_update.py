@@ -39,7 +39,7 @@ def test_accumulated_micro_batches_give_the_gradient_of_one_pass(aggregation):
         )
         optimizer = Optimizer(policy.model, config.optim, total_updates=1)
         metrics = update_policy(policy, optimizer, experiences_of(policy, 1, config=config), config)
-        gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])  # type: ignore[union-attr]
+        gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
         gradients.append((update_metrics(metrics), gradient))
     (one_pass_metrics, one_pass), (split_metrics, split) = gradients
     assert one_pass.abs().max() > 1e-3
