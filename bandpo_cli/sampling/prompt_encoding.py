@@ -22,7 +22,7 @@ from bandpo_cli.grading.tools import tool_schemas
 from bandpo_cli.models.load import Policy
 from bandpo_cli.registries import TEMPLATES
 from bandpo_cli.tasks.task import build_prompt, compatibility_form
-from bandpo_cli.types import Message, Problem, joined_text, messages_of
+from bandpo_cli.types import Message, Problem
 
 COMPARED = 32
 """First problems of a set whose prompts are compared with their questions."""
@@ -142,9 +142,9 @@ class PromptEncoder:
 
     def effect_of_arguments(self, problem: Problem) -> list[str]:
         """Return the lines of a chat prompt that the arguments of the template remove (`- `) and add (`+ `)."""
-        messages = messages_of(problem.prompt)
-        plain = self._try_render(messages, {}) or ""
-        lines = ndiff(plain.splitlines(), self._render(messages, self._arguments).splitlines())
+        assert not isinstance(problem.prompt, str)
+        plain = self._try_render(problem.prompt, {}) or ""
+        lines = ndiff(plain.splitlines(), self._render(problem.prompt, self._arguments).splitlines())
         return [line for line in lines if line.startswith(("- ", "+ "))]
 
     def turn_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
@@ -227,18 +227,19 @@ class PromptEncoder:
 
     def _text(self, problem: Problem) -> str:
         """Return the prompt of a problem as the text that is tokenized."""
-        if not self.applies_template(problem):
-            return joined_text(problem.prompt)
-        messages = messages_of(problem.prompt)
+        if isinstance(problem.prompt, str):
+            return problem.prompt
+        if not self._chat:
+            return "\n\n".join(message.content for message in problem.prompt)
         try:
-            text = self._render(messages, self._arguments)
+            text = self._render(problem.prompt, self._arguments)
         except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote
             raise ConfigError(
                 f"problem {problem.id}: the model's chat template refuses its messages ({error!s:.300}); "
                 "change them or use model.prompts=raw"
             ) from None
         if not self._are_arguments_checked:
-            self._check_arguments(messages)
+            self._check_arguments(problem.prompt)
             self._are_arguments_checked = True
         return text
 
@@ -377,7 +378,9 @@ def _check_questions(
 
 def _texts(problem: Problem) -> list[str]:
     """Return the texts that a prompt must contain; templates remove thoughts from messages of the assistant."""
-    return [message.content for message in messages_of(problem.prompt) if message.role != "assistant"]
+    if isinstance(problem.prompt, str):
+        return [problem.prompt]
+    return [message.content for message in problem.prompt if message.role != "assistant"]
 
 
 def _template_tokens(encoder: PromptEncoder, problem: Problem, task: TaskSettings) -> int | None:
