@@ -67,6 +67,18 @@ def test_layers_are_merged(layers, equal):
     assert merged.model_dump() == resolve([equal]).model_dump()
 
 
+@pytest.mark.parametrize(
+    ("model", "task"), [("embedded", "countdown"), ("embedded-calculator", "calculator")]
+)
+def test_a_bundled_model_decides_the_task_only_where_none_is_named(model, task):
+    assert resolve([{"model": {"path": model}}]) == resolve([{"task": {"name": task}}])
+    for named in {"countdown", "calculator"} - {task}:
+        config, other = (
+            resolve([{"task": {"name": named}, "model": {"path": path}}]) for path in (model, "another")
+        )
+        assert config == other.model_copy(update={"model": config.model})
+
+
 def test_no_layer_gives_the_defaults_which_the_countdown_file_states():
     assert resolve([]) == RunConfig()
     assert resolve([read_layer(Path(__file__).parents[2] / "configs" / "countdown.yaml")]) == RunConfig()

@@ -85,13 +85,22 @@ def plain_logprobs(
 
 
 def test_values_follow_the_order_of_the_samples_and_dropped_groups_have_none():
-    """Update 1 trains on the groups 2 and 0, update 2 on 3 and 1; a fifth group is dropped."""
+    """Update 1 trains on the groups 2 and 0, update 2 on 3 and 1; a fifth group is dropped.
+
+    Tokens that are inserted before the first and the last token of its completions are shown there.
+    """
     policy = policy_of()
     tokenizer = word_tokenizer([f"w{number}" for number in range(23)])
     a, b, c, d = graded_groups(policy)
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]]).repeat(2, 1)
     experiences = [experience_of(policy, pair, advantages, band_loss()) for pair in ([c, a], [d, b])]
-    dropped = replace(a)
+    places = [len(rollout.completion.token_ids) - 1 for rollout in a.rollouts_G]
+    assert min(places) > 0
+    conversations = [
+        replace(rollout, completion=replace(rollout.completion, inserted=((0, (3, 4)), (place, (5,)))))
+        for rollout, place in zip(a.rollouts_G, places, strict=True)
+    ]
+    dropped = replace(a, rollouts_G=tuple(conversations))
     updates = update_policy(policy, Optimizer(policy.model, CONFIG.optim, 2), experiences, CONFIG)
     values = token_values([a, b, dropped, c, d], updates, tokenizer)
     ratios = split(values, "ratio")
@@ -105,6 +114,12 @@ def test_values_follow_the_order_of_the_samples_and_dropped_groups_have_none():
         logprobs = dropped.rollouts_G[completion].completion.logprobs
         assert split(values, "old_logprob")[8 + completion].tolist() == list(logprobs)
     assert np.isnan(values.advantage).tolist() == [False] * 8 + [True] * 4 + [False] * 8
+    texts = [[values.texts[index] for index in indices] for indices in split(values, "text_index")]
+    completions = [rollout.completion for group in (a, b, dropped, c, d) for rollout in group.rollouts_G]
+    expected = [[f" w{token}" for token in completion.token_ids] for completion in completions]
+    for place, words in zip(places, expected[8:12], strict=True):
+        words[0], words[place] = f"⟦w3 w4⟧{words[0]}", f"⟦w5⟧{words[place]}"
+    assert texts == expected
 
 
 def test_the_first_every_nth_and_the_last_step_are_recorded():
