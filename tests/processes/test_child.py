@@ -23,7 +23,6 @@ def start(code: str, **options: Any) -> ChildProcess:
 
 
 def read_line(child: ChildProcess) -> bytes:
-    assert child.process.stdout is not None
     return child.process.stdout.readline()
 
 

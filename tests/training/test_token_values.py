@@ -1,7 +1,6 @@
 """Values per token and clip metrics, compared with forward passes and formulas by hand."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ def split(values: TokenValues, name: str) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-def test_recorded_values_equal_those_of_plain_forward_passes(tmp_path: Path, small_model: Path) -> None:
+def test_recorded_values_equal_those_of_plain_forward_passes(tmp_path, small_model):
     """Step 2: two updates of two groups each. Log-probs by the plain model, with the weights of that moment."""
     fast = {"lr": 1e-2, "warmup_steps": 0, "schedule": "constant"}
     recorded = run(
@@ -85,7 +84,7 @@ def plain_logprobs(
     return chosen.numpy(), torch.distributions.Categorical(logits=logits).entropy().numpy()
 
 
-def test_values_follow_the_order_of_the_samples_and_dropped_groups_have_none() -> None:
+def test_values_follow_the_order_of_the_samples_and_dropped_groups_have_none():
     """Update 1 trains on the groups 2 and 0, update 2 on 3 and 1; a fifth group is dropped.
 
     Tokens that are inserted before the first and the last token of its completions are shown there.
@@ -123,7 +122,7 @@ def test_values_follow_the_order_of_the_samples_and_dropped_groups_have_none() -
     assert texts == expected
 
 
-def test_the_first_every_nth_and_the_last_step_are_recorded() -> None:
+def test_the_first_every_nth_and_the_last_step_are_recorded():
     for every, expected in ((3, [1, 3, 6, 8]), (0, []), (1, [*range(1, 9)])):
         config = resolve([{"steps": 8, "tracking": {"tokens_every": every}}])
         assert [step for step in range(1, 9) if is_recorded(config, step, config.steps)] == expected
@@ -136,7 +135,7 @@ def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def test_joined_token_texts_are_the_text_of_the_completion(tmp_path: Path) -> None:
+def test_joined_token_texts_are_the_text_of_the_completion(tmp_path):
     assert token_texts(word_tokenizer(["a", "bc"]), [1, 0]) == [" bc", " a"]
     backend = Tokenizer(BPE())
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
@@ -159,7 +158,7 @@ def metrics_of(*tokens: tuple[float, float, float]) -> dict[str, float]:
     return clip_metrics(clip_state(ratios, lower, upper, advantages), probabilities.log())
 
 
-def test_the_denominator_of_a_bins_share_is_its_tokens() -> None:
+def test_the_denominator_of_a_bins_share_is_its_tokens():
     """Four rare tokens, one of them clipped above; two likely ones, one of them clipped below."""
     metrics = metrics_of(
         (0.005, 2.0, 1.0), (0.005, 2.0, -1.0), (0.005, 1.0, 1.0), (0.005, 0.5, 1.0),
@@ -175,12 +174,12 @@ def test_the_denominator_of_a_bins_share_is_its_tokens() -> None:
     assert metrics["clip/outside_fraction"] == pytest.approx(4 / 6)
 
 
-def test_a_ratio_on_a_bound_is_inside() -> None:
+def test_a_ratio_on_a_bound_is_inside():
     metrics = metrics_of((0.3, 0.75, -1.0), (0.3, 1.25, 1.0))
     assert {metrics[f"clip/{name}_fraction"] for name in ("active", "upper", "lower", "outside")} == {0.0}
 
 
-def test_a_bin_holds_its_upper_edge() -> None:
+def test_a_bin_holds_its_upper_edge():
     """exp(log 0.5) is 0.5 exactly, the upper edge of the bin from 0.1."""
     metrics = metrics_of((0.5, 1.0, 1.0), (0.5 + 1e-9, 1.0, 1.0))
     assert (metrics["clip/token_share/p_0.1_0.5"], metrics["clip/token_share/p_0.5_0.9"]) == (0.5, 0.5)
