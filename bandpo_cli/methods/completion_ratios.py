@@ -40,13 +40,13 @@ def completion_sum(values: Tensor, batch: LossBatch) -> Tensor:
 def completion_mean(values: Tensor, batch: LossBatch) -> Tensor:
     """Return the mean of `values` [n] over these tokens of each token's completion, [n]; 0 where there are none."""
     counts = completion_sum(values.new_ones(values.shape), batch).clamp(min=1.0)
-    return (completion_sum(values, batch) / counts)[sequence_index(batch.lengths)]
+    return (completion_sum(values, batch) / counts)[sequence_index(batch.lengths, values)]
 
 
 def log_product(logprobs: Tensor, batch: LossBatch) -> Tensor:
     """Return the log of the product of the ratios of each token's completion, [n], without gradient, within ±20."""
     sums = completion_sum(logprobs.detach() - batch.old_logprobs, batch)
-    return sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sequence_index(batch.lengths)]
+    return sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sequence_index(batch.lengths, logprobs)]
 
 
 class CompletionIntervalSettings(MethodSettings):
@@ -102,7 +102,7 @@ class LuspoSettings(CompletionIntervalSettings):
         Equal to TRL 1.16, `loss_type="luspo"` with `importance_sampling_level="sequence"`, whose documentation gives
         the paper's ε (section 5.1).
         """
-        return batch.lengths[sequence_index(batch.lengths)] * super().token_losses(logprobs, batch)
+        return batch.lengths[sequence_index(batch.lengths, logprobs)] * super().token_losses(logprobs, batch)
 
 
 class GapoSettings(CompletionIntervalSettings):
@@ -131,7 +131,7 @@ class GapoSettings(CompletionIntervalSettings):
         """
         assert batch.wrong_peers is not None, "the completions come in groups"
         low, high = self.eps_low, self.eps_high
-        return 1.0 + low + (high - low) * batch.wrong_peers[sequence_index(batch.lengths)]
+        return 1.0 + low + (high - low) * batch.wrong_peers[sequence_index(batch.lengths, batch.advantages)]
 
 
 class GmpoSettings(MethodSettings):

@@ -181,8 +181,8 @@ def importance_weights(
     rules = rules_of(objective)
     if not rules:
         return None
-    log_ratios, index = log_ratio(trainer_logprobs.detach(), sampler_logprobs), sequence_index(lengths)
-    xp = namespace(log_ratios)
+    log_ratios, xp = log_ratio(trainer_logprobs.detach(), sampler_logprobs), namespace(lengths)
+    index = sequence_index(lengths, log_ratios)
     kept: Tensor = xp.ones_like(log_ratios)
     weights = kept
 

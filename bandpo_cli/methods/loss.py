@@ -242,7 +242,7 @@ def without_masked(values: Tensor, batch: LossBatch) -> Tensor:
 
 def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """Return the sum of `values` [n] over the tokens of each completion, [s], with gradient."""
-    return values.new_zeros(len(lengths)).index_add(0, sequence_index(lengths), values)
+    return values.new_zeros(len(lengths)).index_add(0, sequence_index(lengths, values), values)
 
 
 def sequence_cumsum(values: Tensor, lengths: Tensor) -> Tensor:
@@ -252,11 +252,11 @@ def sequence_cumsum(values: Tensor, lengths: Tensor) -> Tensor:
     """
     values = values.double()
     sums, starts = values.cumsum(0), lengths.cumsum(0) - lengths
-    return sums - (sums - values)[starts][sequence_index(lengths)]
+    return sums - (sums - values)[starts][sequence_index(lengths, values)]
 
 
-def sequence_index(lengths: Tensor) -> Tensor:
-    """Return the number of each token's completion within the micro-batch, int64 [n]."""
+def sequence_index(lengths: Tensor, tokens: Tensor) -> Tensor:
+    """Return the number of each token's completion, int64 [n]; by values of `tokens` [n], n is known without a GPU."""
     xp = namespace(lengths)
-    index: Tensor = xp.repeat_interleave(xp.arange(len(lengths), device=lengths.device), lengths)
-    return index
+    completions = xp.arange(len(lengths), device=lengths.device)
+    return cast("Tensor", xp.repeat_interleave(completions, lengths, output_size=len(tokens)))

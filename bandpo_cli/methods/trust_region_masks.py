@@ -113,7 +113,7 @@ class CppoSettings(MethodSettings):
 
     def is_outside(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         """Return whether each token exceeds its threshold, bool [n]."""
-        lengths, index, delta = batch.lengths, sequence_index(batch.lengths), self.delta
+        lengths, index, delta = batch.lengths, sequence_index(batch.lengths, logprobs), self.delta
         position = sequence_cumsum(index.new_ones(index.shape), lengths) - 1
         slope = (1.0 - self.last_weight) / (lengths - 1).clamp(min=1).double()[index]
         changes = (logprobs.exp() - batch.old_logprobs.exp()).abs().double()
@@ -132,7 +132,7 @@ times it (section 4.1 of the paper, and UniRL)."""
 
 def sequence_quantile(values: Tensor, lengths: Tensor, q: float) -> Tensor:
     """Return the quantile q of `values` [n] over the tokens of each completion, [s], interpolated linearly."""
-    index = sequence_index(lengths)
+    index = sequence_index(lengths, values)
     order = values.argsort()
     order = order[index[order].argsort(stable=True)]  # by completion, then by value
     place = q * (lengths - 1).double()

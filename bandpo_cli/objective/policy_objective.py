@@ -86,8 +86,8 @@ def off_policy_tokens(logprobs: Tensor, batch: LossBatch, threshold: float) -> T
 
     Source: DeepSeek-V3.2, arXiv 2512.02556, equation 9; equal to `get_off_policy_mask` of TRL 1.16.
     """
-    sums = sequence_sum(batch.sampled_logprobs - logprobs.detach(), batch.lengths)
-    return (batch.advantages < 0) & (sums / batch.lengths > threshold)[sequence_index(batch.lengths)]
+    means = sequence_sum(batch.sampled_logprobs - logprobs.detach(), batch.lengths) / batch.lengths
+    return (batch.advantages < 0) & (means > threshold)[sequence_index(batch.lengths, logprobs)]
 
 
 def entropy_threshold(entropy: Tensor, share: float) -> Tensor:
@@ -126,15 +126,13 @@ AGGREGATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
     # the mean over the tokens of a sequence, then over sequences (GRPO, BandPO)
     "seq-mean-token-mean": lambda lengths_S, _: 1.0 / (len(lengths_S) * lengths_S.float()),
     # the mean over all tokens of the update (DAPO)
-    "token-mean": lambda lengths_S, _: _constant(lengths_S, int(lengths_S.sum())),
+    "token-mean": lambda lengths_S, _: (1.0 / lengths_S.sum().double()).float().expand(len(lengths_S)),
     # a sequence's sum over a constant, then the mean over sequences (Dr. GRPO)
-    "seq-sum-norm": lambda lengths_S, max_tokens: _constant(lengths_S, len(lengths_S) * max_tokens),
+    "seq-sum-norm": lambda lengths_S, max_tokens: torch.full_like(
+        lengths_S, 1.0 / max(1, len(lengths_S) * max_tokens), dtype=torch.float32
+    ),
 }
 """(lengths_S int64 [S], max_tokens) → weight of each token of sequence s, float32 [S], by `objective.aggregation`.
 
 The loss of an update is the sum of weight·loss over its tokens. The weights depend on the completion lengths of the
 complete update, so eight passes of one sequence and one pass of eight give the same gradient."""
-
-
-def _constant(lengths_S: Tensor, inverse: int) -> Tensor:
-    return torch.full_like(lengths_S, 1.0 / max(1, inverse), dtype=torch.float32)

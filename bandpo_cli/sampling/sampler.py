@@ -15,6 +15,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,7 +24,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, first_line
 from bandpo_cli.models.attention import growing_cache
 from bandpo_cli.models.load import Policy
-from bandpo_cli.models.weights import forward_dtype, layers_for_sampling, model_class, unsharded
+from bandpo_cli.models.weights import forward_dtype, layers_for_sampling, unsharded
 from bandpo_cli.processes.watch import progress
 from bandpo_cli.registries import ENGINES, load_attribute
 from bandpo_cli.sampling.tool_calls import StopStrings
@@ -175,7 +176,9 @@ class EngineModel:
     def of(cls, model: PreTrainedModel) -> Self:
         """Return what an engine on the model's device needs to know of the model."""
         config = copy.deepcopy(model.config)
-        config.architectures = [model_class(model).__name__]
+        # `fully_shard` replaces the class of a model by a subclass of it and of `FSDPModule`.
+        class_ = next(item for item in type(model).__mro__ if not issubclass(item, FSDPModule))
+        config.architectures = [class_.__name__]
         return cls(config, forward_dtype(model), model.device)
 
 
@@ -308,7 +311,8 @@ class TransformersSampler(Sampler):
                 tails = tokens[active, max(0, step + 1 - self.stops.tail) : step + 1].tolist()
                 matched = [self.stops.end(tail, len(tail) - 1) is not None for tail in tails]
                 ends |= torch.tensor(matched, device=device) & running
-            counts[active[ends]], stopped[active[ends]] = step + 1, True
+            counts[active] = counts[active].masked_fill(ends, step + 1)
+            stopped[active] |= ends
             running &= ~ends & (limits[active] > step + 1)
             left = int(running.sum())
             if not left:

@@ -170,6 +170,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             "there is no CUDA device; --tiny --device cpu runs the checks on the CPU with small shapes"
         )
+    if options.device not in ("cpu", "cuda", *(f"cuda:{card}" for card in range(torch.cuda.device_count()))):
+        parser.error(f"there is no device {options.device!r}; give cpu or cuda")
+    if options.json and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: there is no such folder")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if options.device.startswith("cuda") and "deterministic" in names:
         # cuBLAS reads it once, before the first check; the size is torch's default on an H100.

@@ -244,7 +244,8 @@ def check_attention(work: Work) -> Measured:
     for kind in ("sdpa", "varlen", "flash_attention_2", "flash_attention_3"):
         try:
             model = load_policy(work.config("0.5b", model={"attention": kind}).model).model
-        except UserError:  # it needs a package, or a GPU, that is not there
+        except UserError as error:  # it needs a package, or a GPU, that is not there
+            measured.values[f"{kind}_left_out"] = str(error)
             continue
         batch = collate(rows, model.device)
 

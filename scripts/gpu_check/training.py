@@ -309,6 +309,8 @@ def check_engine_weights(work: Work) -> Measured:
     gigabytes = policy.model.num_parameters() * policy.dtype.itemsize / 1e9
     params = SamplingParams(samples=4, temperature=1.0, max_tokens=32, stop_ids=())
     measured, sampled = Measured({"gigabytes": gigabytes}), []
+    if not work.on_gpu:
+        measured.values["cuda-ipc_left_out"] = "it needs a GPU"
     for path in ("host", "cuda-ipc") if work.on_gpu else ("host",):
         config = work.config("1.5b", sampling={"max_lag": 1, "weight_transfer": path})
         with closing(EngineProcess(config, policy)) as engine:
