@@ -168,7 +168,7 @@ def _read_overview(path: Path, runs_dir: Path) -> RunOverview:
         if summary.content.get("overview_of") == _state(path):
             with suppress(ValidationError, TypeError, KeyError):
                 return _OVERVIEW.validate_python(summary.content["overview"] | about | ending)
-    run = read_stored_run(path, lambda line: {key: line[key] for key in filter(_is_listed, line)})
+    run = read_stored_run(path, _is_listed)
     config, lines = resolve([run.config]), run.records
 
     def last(value_of: Callable[[Mapping[str, Any]], Any]) -> float | None:

@@ -61,6 +61,16 @@ class Problem:
         return next((turn.content for turn in reversed(self.prompt) if turn.role == "user"), "")
 
 
+def messages_of(prompt: Prompt) -> tuple[Message, ...]:
+    """Return the chat messages of a prompt; a text is a message of the user."""
+    return (Message("user", prompt),) if isinstance(prompt, str) else prompt
+
+
+def joined_text(prompt: Prompt) -> str:
+    """Return a prompt as text: its messages, with blank lines between them."""
+    return "\n\n".join(message.content for message in messages_of(prompt))
+
+
 class Insertion(NamedTuple):
     """Tokens that were not sampled, before the sampled token with the index `position` of a completion."""
 

@@ -112,7 +112,7 @@ def run_bandpo(
     *words: str, cwd: Path, timeout: float = 240.0, **options: object
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m bandpo_cli` and return its exit code and output; `options` are those of `Forked`."""
-    process = Forked(*words, cwd=cwd, **options)  # type: ignore[arg-type]
+    process = Forked(*words, cwd=cwd, **options)
     out, err = process.communicate(timeout)
     return subprocess.CompletedProcess(["bandpo", *words], process.returncode or 0, out, err)
 
@@ -126,13 +126,13 @@ class ForkedChild(subprocess.Popen[Any]):
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
         is_command = [*args[:3]] == [sys.executable, "-m", "bandpo_cli"]
         if not is_command and not any("bandpo_cli.sampling.engine_server" in word for word in args[4:5]):
-            super()._execute_child(args, *rest)  # type: ignore[misc]
+            super()._execute_child(args, *rest)
             return
-        start = inspect.signature(super()._execute_child).bind(args, *rest).arguments  # type: ignore[misc]
+        start = inspect.signature(super()._execute_child).bind(args, *rest).arguments
         self.pid = os.fork()
         if self.pid:
             self._child_created = True
-            self._close_pipe_fds(*(start[name] for name in _PIPES))  # type: ignore[attr-defined]
+            self._close_pipe_fds(*(start[name] for name in _PIPES))
             return
         code: object = 1
         try:
@@ -159,7 +159,7 @@ class ForkedChild(subprocess.Popen[Any]):
         except BaseException:  # noqa: BLE001 - the process ends here
             traceback.print_exc()
         finally:
-            threading._shutdown()  # type: ignore[attr-defined]
+            threading._shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code if isinstance(code, int) else 1 if code else 0)
@@ -192,16 +192,16 @@ def _start(
 ) -> None:
     """Run the command in this forked process; `multiprocessing` turns its SystemExit into the exit code."""
     if fork_children:
-        subprocess.Popen = ForkedChild  # type: ignore[misc]
+        subprocess.Popen = ForkedChild
     if isinstance(outputs, str):
         descriptors = [os.open(outputs, os.O_RDWR) for _ in range(2)]
     else:
         descriptors = [output.fileno() for output in outputs]
-        os.fsync = lambda descriptor: None  # type: ignore[assignment]
+        os.fsync = lambda descriptor: None
         with suppress(ImportError):
             from matplotlib.figure import Figure
 
-            Figure.savefig = save_empty_images(Figure.savefig)  # type: ignore[method-assign]
+            Figure.savefig = save_empty_images(Figure.savefig)
     _enter(cwd, descriptors, variables)
     sys.path[0] = str(cwd)  # as for `python -m`
     if before is not None:

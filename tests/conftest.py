@@ -5,17 +5,19 @@ torch and transformers are imported by the functions that need them: most tests 
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from rich.console import Console
 
 from tests.commands import save_empty_images
 
@@ -40,6 +42,13 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+
+
+def output_of(show: Callable[..., object], *arguments: object, width: int = 100) -> str:
+    """Return what a function prints on a console that is no terminal, so that no style is visible."""
+    console = Console(file=io.StringIO(), width=width)
+    show(console, *arguments)
+    return console.file.getvalue()
 
 
 def random_model(kind: str = "qwen2", seed: int = 0) -> PreTrainedModel:

@@ -42,7 +42,7 @@ REGISTRIES: list[Registry[Entry]] = [
     GRADERS,
     SIGNATURES,
     TASKS,
-]  # type: ignore[list-item]
+]
 
 
 @pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.kind)

@@ -311,7 +311,7 @@ def _log_ratios(tokens: TokenProbs, delta: float, from_table: bool) -> tuple[Arr
     s = xp.clip(xp.minimum(tokens.p, tokens.m), SMALLEST, None)
     fall, rise = _newton(s, delta, -1, from_table), _newton(s, delta, +1, from_table)
     weight = xp.where(common, -s, 1.0 - s)
-    beyond = xp.where(common, 0.0, xp.log(s) - xp.clip(tokens.logp, None, 0.0))
+    beyond = xp.where(common, 0.0, xp.log(s) - tokens.logp)
     lower = weight * xp.where(common, rise, fall) - delta
     return lower, weight * xp.where(common, fall, rise) - delta + xp.clip(beyond, 0.0, None)
 

@@ -112,10 +112,8 @@ def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> 
     def heading(metric: Metric) -> str:
         """Return the name on several short lines, such as `entropy`, `at 41%`, `accuracy`."""
         name = metric.name.replace(", ", ",\n").replace("held-out ", "held-out\n").replace("clip ", "clip\n")
-        if report.axis_level is not None and metric.key != "entropy_at_accuracy":
-            what, at, place = name.partition(" at ")
-            return "\n".join([what, *f"at {place}".replace("at ", "at\u00a0").split(" ")]) if at else name
-        return name.replace(" ", "\n").replace("at\n", "at ") if metric.key == "entropy_at_accuracy" else name
+        what, at, place = name.partition(" at ")
+        return "\n".join([what, *f"at\u00a0{place}".split(" ")]) if at else name
 
     headings = [f">{heading(metric)}" for metric in metrics]
     table = make_table("variant", ">seeds", *headings, gap=1 if separator == "\n" else 2)

@@ -1,7 +1,5 @@
 """Signal handlers: of a training run, where a first signal waits for the end of the step, and of a sweep."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -10,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.errors import SignalExit, signal_name
@@ -84,7 +82,7 @@ class StopSignals(CallbackBase):
         again = f"{'press' if name == 'Ctrl-C' else 'send'} {name} again"
         return f"stopping after this step and its checkpoint; {again} to abort the step"
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             handlers: dict[int, Any] = dict.fromkeys(stop_signals(), self._handle)
             if launched_ranks() is not None:

@@ -181,9 +181,7 @@ class TaskSettings(TaggedSection):
     @field_validator("environment")
     @classmethod
     def _check_no_tools(cls, environment: str | None, info: ValidationInfo) -> str | None:
-        require(
-            not (environment and info.data.get("tools")), "a task has this or tools; leave one of them out"
-        )
+        require(not (environment and info.data.get("tools")), "a task has tools or an environment, not both")
         return environment
 
     @field_validator("max_turns", "max_turn_tokens", "max_result_chars")

@@ -34,7 +34,7 @@ from bandpo_cli.exports.verl_settings import RULES, InFolder, Overrides, tokens_
 from bandpo_cli.grading.pool import GraderPool, grade_components
 from bandpo_cli.paths import given_path
 from bandpo_cli.storage.files import write_json
-from bandpo_cli.types import Grade, Message, Problem
+from bandpo_cli.types import Grade, Message, Problem, joined_text, messages_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -269,7 +269,9 @@ def problem_table(
     rows = [
         {
             "data_source": label,
-            "prompt": _messages(problem, join_messages),
+            "prompt": [
+                *map(vars, messages_of(joined_text(problem.prompt) if join_messages else problem.prompt))
+            ],
             "ability": problem.source,
             "reward_model": {"style": "rule", "ground_truth": problem.answer},
             "extra_info": {"split": split, "index": index, "problem": problem_to_json(problem)},
@@ -277,14 +279,6 @@ def problem_table(
         for index, (label, problem) in enumerate(labelled)
     ]
     return pa.Table.from_pylist(rows, schema=schema)
-
-
-def _messages(problem: Problem, join: bool) -> list[dict[str, str]]:
-    prompt = problem.prompt
-    if isinstance(prompt, str) or join:
-        text = prompt if isinstance(prompt, str) else "\n\n".join(message.content for message in prompt)
-        return [{"role": "user", "content": text}]
-    return [vars(message) for message in prompt]
 
 
 def copy_bundled_model(name: str, folder: Path) -> None:

@@ -25,8 +25,8 @@ from bandpo_cli.types import (
     UNGRADED_VERDICTS,
     WRONG,
     Grade,
-    Message,
     Problem,
+    messages_of,
 )
 
 MAX_VERDICT_CHARS = 40
@@ -92,8 +92,7 @@ def run_awaitable(value: Awaitable[Any]) -> Any:
 
 def answer_of(problem: Problem, text: str) -> Answer:
     """Return what a worker receives for a completion."""
-    turns = (Message("user", problem.prompt),) if isinstance(problem.prompt, str) else problem.prompt
-    prompt = [{"role": turn.role, "content": turn.content} for turn in turns]
+    prompt = [{"role": turn.role, "content": turn.content} for turn in messages_of(problem.prompt)]
     return Answer(text, problem.answer, dict(problem.extra), prompt, problem.source)
 
 

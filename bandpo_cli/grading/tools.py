@@ -32,7 +32,7 @@ from bandpo_cli.errors import ConfigError, definition_location, first_line, user
 from bandpo_cli.grading.calls_and_retries import Loader
 from bandpo_cli.grading.signatures import BatchGrader, finite, run_awaitable
 from bandpo_cli.grading.workers import Job, WorkerPool
-from bandpo_cli.types import Message, Problem, derive_seed
+from bandpo_cli.types import Message, Problem, derive_seed, messages_of
 
 if TYPE_CHECKING:
     from bandpo_cli.config.batch_and_sampling import GradingConfig
@@ -306,8 +306,11 @@ def load_environment(paths: Sequence[str]) -> BatchGrader:
 
 def as_problem(problem: Problem) -> dict[str, Any]:
     """Return what `reset` of an environment receives for a problem; afterwards this is its `extra`."""
-    question = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1].content
-    about = {"question": question, "answer": problem.answer, "seed": derive_seed(0, problem.id)}
+    about = {
+        "question": messages_of(problem.prompt)[-1].content,
+        "answer": problem.answer,
+        "seed": derive_seed(0, problem.id),
+    }
     return {**problem.extra, **about}
 
 

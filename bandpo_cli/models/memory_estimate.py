@@ -89,11 +89,11 @@ class MemoryEstimate:
     sampling: Bytes
     engine_gpu: Bytes
     device: Device
-    engine_device: Device | None = None
-    vllm: int = 0
-    vllm_minimum: int = 0
-    memory_fraction: float | None = None
-    is_ample: bool = True
+    engine_device: Device | None
+    vllm: int
+    vllm_minimum: int
+    memory_fraction: float | None
+    is_ample: bool
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
     @property

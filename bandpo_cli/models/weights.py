@@ -74,11 +74,6 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def model_class(model: nn.Module) -> type[nn.Module]:
-    """Return the class of the model; `fully_shard` replaces it by a subclass of it and of `FSDPModule`."""
-    return next(item for item in type(model).__mro__ if not issubclass(item, FSDPModule))  # type: ignore[return-value]
-
-
 def forward_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the dtype of forward and backward passes; parameters that are trained may be stored in float32."""
     return cast(torch.dtype, getattr(model, "forward_dtype", model.dtype))

@@ -103,11 +103,6 @@ class Metric:
         smallest = -math.inf if self.smallest is None else self.smallest
         return smallest, math.inf if self.largest is None else self.largest
 
-    @property
-    def has_margin(self) -> bool:
-        """Whether the metric is in units of accuracy, so that the margin of equivalence applies to it."""
-        return self.limits == (0.0, 1.0)
-
     def text(self, value: float, sign: bool = False) -> str:
         """Return `value` as tables show it, with a plus sign for positive values if `sign`."""
         number = format(100 * value if self.percent else value, ("+" if sign else "") + self.pattern)
@@ -318,7 +313,7 @@ def compare_variants(
                 missing = "no common seed" if has_values else "no value"
                 differences.append(VariantDifference(name, metric.key, None, None, missing))
                 continue
-            within = margin if metric.has_margin else None
+            within = margin if metric.limits == (0.0, 1.0) else None  # in units of accuracy
             conclusion = conclude(_known(changes.loc[name]), p, within, words=words, family=len(tested))
             differences.append(VariantDifference(name, metric.key, pair, p, *astuple(conclusion)))
     return differences

@@ -211,7 +211,9 @@ def _measure(
             row[f"{key}/{label}"] = at_axis(curve, amounts, [end])[0]
         before = reward[amounts < end].set_axis(amounts[amounts < end])
         last_point = pd.Series({end: row[f"reward/{label}"]})
-        row[f"area/{label}"] = area_under(pd.concat([before, last_point]).dropna())
+        curve = pd.concat([before, last_point]).dropna()
+        span = curve.index[-1] - curve.index[0]
+        row[f"area/{label}"] = np.trapezoid(curve, curve.index) / span if span else np.nan
     for match in filter(None, map(SCORE.fullmatch, table.columns)):
         if match[2] == "pass" and match[1] in n and match[3].isdecimal():
             row[f"pass_at_{match[3]}/{match[1]}"] = at_axis(table[match[0]], amounts, [end])[0]
@@ -237,16 +239,6 @@ def at_axis(
     if known.empty:
         return np.full(len(points), np.nan)
     return np.interp(points, axis.loc[known.index], known, left=np.nan, right=np.nan)
-
-
-def area_under(curve: pd.Series[float]) -> float:
-    """Return the area under values by step, or by what a run has taken, divided by the span; NaN for one value.
-
-    The trapezoid rule is used.
-    """
-    if len(curve) < 2:
-        return np.nan
-    return float(np.trapezoid(curve, curve.index) / (curve.index[-1] - curve.index[0]))
 
 
 def _bins(training: pd.DataFrame) -> pd.DataFrame:

@@ -8,8 +8,6 @@ A page whose data take more than `MAX_PAGE_BYTES` loads parts of some groups fro
 scrolled to. A page opened from a disk may not read other files, so a part is a script that passes its data on.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -19,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -97,7 +95,7 @@ class ViewSource:
         assert self.values is not None
         return np.concatenate([[0], np.cumsum(self.values.lengths)])
 
-    def select(self, keys: Sequence[ProblemKey]) -> ViewSource:
+    def select(self, keys: Sequence[ProblemKey]) -> Self:
         """Return the first group of each of these problems, in this order."""
         places = dict(reversed(self.groups))
         chosen = [index for key in keys for index in places[key]]

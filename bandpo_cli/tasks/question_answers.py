@@ -35,7 +35,7 @@ from bandpo_cli.tasks.rows import (
     value_at,
 )
 from bandpo_cli.tasks.task import Task, bare_question, build_prompt, compatibility_form, hash_order, text_hash
-from bandpo_cli.types import Message, Problem, Prompt
+from bandpo_cli.types import Message, Problem, Prompt, messages_of
 
 SAMPLE_ROWS = 1000
 """The fields are chosen by these first rows, so that a file of millions is read only once."""
@@ -289,8 +289,7 @@ def _problem_name(row: Mapping[str, Any], names: Fields, question: Question) -> 
 
 def question_key(prompt: Prompt) -> str:
     """Return a hash that ignores spacing, case, dollar signs and a known instruction around the question."""
-    messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-    turns = [bare_question(message.content) for message in messages if message.role != "system"]
+    turns = [bare_question(message.content) for message in messages_of(prompt) if message.role != "system"]
     text = compatibility_form("\n".join(turns)).casefold()
     return text_hash(re.sub(r"[\s$]+", "", text))
 

@@ -64,8 +64,12 @@ class ReasoningGym(Task):
             raise ConfigError(f"task.names: {repeated} is named more than once; set its share with its size")
         for name, options in config.options.items():
             _check_options(name, options)
-        self._config = config
-        self._system = _system_message(config.system)
+        self._config, self._system, messages = config, config.system, _library("utils").SYSTEM_PROMPTS
+        if self._system is not None:  # the name of a message of the library, or a text
+            if self._system not in messages and " " not in self._system.strip():
+                choices = unknown_choice(self._system, messages)
+                raise ConfigError(f"task.system = '{self._system}': {choices}, or a custom text")
+            self._system = messages.get(self._system, self._system)
         self.notes = [f"reasoning-gym {metadata.version('reasoning-gym')}"]
         self.notes += [
             f"{name}: options without effect, it is not in task.names"
@@ -250,11 +254,3 @@ def _listed(options: Mapping[str, Any], separator: str) -> str:
 def _short(value: Any) -> str:
     text = repr([*value]) if isinstance(value, tuple) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _system_message(system: str | None) -> str | None:
-    """Return the library's system message of that name, or the text itself; raise ConfigError for a wrong name."""
-    known: dict[str, str] = _library("utils").SYSTEM_PROMPTS
-    if system is not None and system not in known and " " not in system.strip():
-        raise ConfigError(f"task.system = '{system}': {unknown_choice(system, known)}, or a custom text")
-    return None if system is None else known.get(system, system)

@@ -115,7 +115,7 @@ class RunSender:
             params = tags = 0
             files = run_artifacts(self._folder)
             if self._tracker is None:
-                run = read_stored_run(self._folder, _step_durations)
+                run = read_stored_run(self._folder)
                 final = status or run.status
                 if not self._class.compares and final != "RUNNING":
                     if final is None:
@@ -290,11 +290,6 @@ def tracker_rows(tracking: TrackingConfig, folder: Path) -> list[tuple[str, str]
         else:
             rows += [(name, place.where) for place in read_places(folder, name)[-1:] if place.where]
     return rows
-
-
-def _step_durations(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a line of metrics.jsonl from which the times of the steps are computed."""
-    return {key: line[key] for key in ("step", "time/step", "time/checkpoint") if key in line}
 
 
 def _project(tracking: Mapping[str, Any]) -> str:

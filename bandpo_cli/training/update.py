@@ -5,8 +5,6 @@ NaN or infinite raises NonFiniteError before the optimizer step; its batch is st
 update (`handle_bad_update`).
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +67,7 @@ class AppliedUpdates:
     loss_scale: float | None = None
     skipped: list[Experience] = field(default_factory=list)
 
-    def on_host(self) -> AppliedUpdates:
+    def on_host(self) -> Self:
         """Return the updates with their tensors in memory of the host; a GPU is waited for once."""
         trained, skipped = ([item.on_host() for item in items] for items in (self.trained, self.skipped))
         forwards = [

@@ -95,7 +95,7 @@ def test_bounds_do_not_depend_on_the_blocks(name, dtype, monkeypatch):
 )
 def test_a_wrong_argument_raises_an_error_that_names_it(name, value):
     with pytest.raises(ConfigError, match=rf"^{name}") as caught:
-        band_bounds(**{"old_logprobs": [-1.0], name: value})  # type: ignore[arg-type]
+        band_bounds(**{"old_logprobs": [-1.0], name: value})
     assert "\n" not in str(caught.value)
 
 

@@ -33,7 +33,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "runs" / "complete"
 
 
-def test_settings_of_training_contradict_no_evaluation(tmp_path: Path) -> None:
+def test_settings_of_training_contradict_no_evaluation(tmp_path):
     """6 prompts cannot be split into 4 updates, the default; a buffer of 6 tokens is not within 5."""
     batch = ("sampling.prompts=6", "optim.updates=2")
     write_run(tmp_path / "a", (*batch, "task.rewards=[{weight: 1}, format]", "objective.advantages=gdpo"))

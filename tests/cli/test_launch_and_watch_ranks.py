@@ -367,7 +367,6 @@ def test_a_recorded_error_is_read_again_and_by_torchrun(tmp_path, monkeypatch, e
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     record_error(error, code, traceback)
     record = read_error(path)
-    assert record is not None
     lost, received = isinstance(error, LostRankError), error.__cause__ is not None
     assert record == RankError(str(error), code, traceback, lost, record.time_ns, received)
     assert record.time_ns > 0
@@ -411,7 +410,6 @@ def test_who_prints_an_error(tmp_path, environ, printed, capsys):
             main()
     assert end.value.code == 2
     record = read_error(path)
-    assert record is not None
     assert "optim.lrr" in record.message
     assert "\n" not in record.message
     assert capsys.readouterr().err == (f"error: {record.message}\n" if printed else "")
@@ -429,7 +427,6 @@ def test_an_unexpected_error_is_recorded_with_its_traceback(tmp_path, monkeypatc
         with pytest.raises(raised):
             main()
         record = read_error(path)
-        assert record is not None
         assert record.message == "ZeroDivisionError: x"
         assert record.traceback.startswith("Traceback (most recent call last)")
         assert json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"] == record.traceback

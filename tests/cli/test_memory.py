@@ -1,7 +1,6 @@
 """Memory: estimates, error messages and the limits of containers name settings that need less."""
 
 import errno
-import io
 import json
 import os
 import re
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from bandpo_cli.cli.preview import print_memory
 from bandpo_cli.config.layers import read_assignments, resolve
@@ -27,6 +25,7 @@ from bandpo_cli.models.memory_estimate import SLEEPING_ENGINE_BYTES, Device, Mem
 from bandpo_cli.sampling.engine_server import portable_error
 from tests.cli import train_runs
 from tests.commands import run_bandpo
+from tests.conftest import output_of
 
 GSM8K = {"task": {"name": "gsm8k"}, "model": {"path": "org/none"}}
 
@@ -40,16 +39,14 @@ def raise_cuda_error() -> None:
 
 
 def printed(config: RunConfig, ranks: int = 1) -> str:
-    out = io.StringIO()
-    print_memory(Console(file=out, width=300), config, memory_report(config, ranks))
-    return out.getvalue()
+    return output_of(print_memory, config, memory_report(config, ranks), width=300)
 
 
 @pytest.mark.parametrize("fail", [allocate_too_much, raise_cuda_error])
 def test_out_of_memory_is_one_line_with_valid_settings(fail):
     config = resolve([GSM8K])
     with pytest.raises(RunError) as raised, out_of_memory_errors(config):
-        fail()  # type: ignore[operator]
+        fail()
     line = str(raised.value)
     assert line.startswith("out of memory (")
     assert "\n" not in line
@@ -160,7 +157,6 @@ def test_each_gpu_must_have_enough_memory():
     most = resolve([config.model_dump(), {"sampling": {"vllm": {"memory_fraction": 0.951}}}])
     assert not estimate_on(most, 80, engine_gib=80).fits
     small = estimate_on(config, 0.01, engine_gib=80)
-    assert small.engine_device is not None
     assert small.engine_peak < small.engine_device.usable
     assert not small.fits
 

@@ -222,7 +222,7 @@ def test_texts_are_escaped_wherever_they_are_printed(capsys):
 def test_colours_reach_a_terminal():
     console = SafeConsole(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
     console.print(Text("red", "red"))
-    assert console.file.getvalue() == "\x1b[31mred\x1b[0m\n"  # type: ignore[attr-defined]
+    assert console.file.getvalue() == "\x1b[31mred\x1b[0m\n"
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
@@ -233,7 +233,7 @@ def test_json_has_equal_values_in_every_encoding(encoding, monkeypatch):
     protect_streams()
     print_json(value)
     sys.stdout.flush()
-    written = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    written = stream.buffer.getvalue().decode(encoding)
     assert json.loads(written) == value
     assert not FORBIDDEN.findall(written)
     assert ("δ" in written) == (encoding == "utf-8")

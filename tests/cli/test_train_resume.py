@@ -222,7 +222,6 @@ def start_held(place: Path, kind: str, *arguments: str) -> Forked:
 
 def wait_for_line(process: Forked, words: str) -> None:
     """Wait until the process has written a line with these words to standard error."""
-    assert process.stderr is not None
     while words not in (line := process.stderr.readline()):
         assert line, "the process has ended"
 

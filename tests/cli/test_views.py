@@ -39,6 +39,7 @@ from bandpo_cli.sweeps.scheduler import RunState
 from bandpo_cli.sweeps.sweep_run import SweepInfo
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.types import Completion, Grade, Problem, Rollout
+from tests.conftest import output_of
 from tests.evaluation.test_scores import row
 
 TRACKED = {"tracking": {"mlflow": True}}
@@ -186,10 +187,7 @@ def test_the_accuracy_of_a_sweep_is_held_out_where_its_runs_evaluate():
     evaluated = RunState("running", 3, 10, score=0.25, evaluations={0: 0.2, 3: 0.25})
 
     def table(**states: RunState) -> str:
-        console = Console(file=io.StringIO(), width=120)
-        with console.capture() as captured:
-            console.print(variants_table(runs, states))
-        return captured.get()
+        return output_of(Console.print, variants_table(runs, states), width=120)
 
     assert "held-out accuracy" in table(r=trained, s=evaluated)
     assert "0.700" not in table(r=trained, s=evaluated)
@@ -230,7 +228,6 @@ def test_rewards_other_than_0_and_1_come_before_the_accuracy():
     for step in (1, 2):
         reports[step].record.update({"train/reward": 0.125 * step, "train/accuracy": 0.0625 * (step - 1)})
     rollout = reports[2].sample
-    assert rollout is not None
     reports[2] = replace(reports[2], sample=replace(rollout, grade=Grade(0.25, False, "wrong")))
     reports[2].record.update(scores | {"eval/countdown/reward": 0.5})
     lines = shown(False, reports, steps=2).splitlines()
@@ -243,10 +240,9 @@ def test_rewards_other_than_0_and_1_come_before_the_accuracy():
     assert "accuracy" not in shown(True, reports[:2], steps=2).split("╭")[-1]
     assert re.search(r"reward 0.250, \S*wrong", panel)
     assert "reward" not in shown(True, [report(0), report(1)], steps=1)
-    out = io.StringIO()
     result = RunResult(Path("runs/r"), "FINISHED", [item.record for item in reports])
-    print_summary(Console(file=out, width=100), resolve([{"tracking": {"mlflow": False}}]), result)
-    assert re.search(r"reward +0.125 → 0.250\n.*training +accuracy 0.000 → 0.062", out.getvalue())
+    text = output_of(print_summary, resolve([{"tracking": {"mlflow": False}}]), result)
+    assert re.search(r"reward +0.125 → 0.250\n.*training +accuracy 0.000 → 0.062", text)
 
 
 def test_the_summary_has_the_phases_of_all_steps_also_those_before_a_resume():
@@ -254,13 +250,12 @@ def test_the_summary_has_the_phases_of_all_steps_also_those_before_a_resume():
     second = {"step": 2, "time/step": 4.0, "time/sample": 2.0, "time/update": 1.0, "time/total": 9.0}
     second |= {"time/sync": 0.01}
     before = {"step": 0, "time/step": 2.0, "time/eval": 2.0}
-    out = io.StringIO()
     result = RunResult(Path("runs/r"), "FINISHED", [before, first, second])
-    print_summary(Console(file=out, width=80), resolve([{"tracking": {"mlflow": False}}]), result)
+    text = output_of(print_summary, resolve([{"tracking": {"mlflow": False}}]), result, width=80)
     expected = (
         "sampling 50% (3 s) · updates 25% (1.5 s) · evaluation 17% (1 s)\n            other 8% (0.5 s)\n"
     )
-    assert f"a step      {expected}" in out.getvalue()
+    assert f"a step      {expected}" in text
     assert phases_text({"time/step": 2.0, "time/eval": 2.0}, 0) == "", "no step trained"
 
 
@@ -339,10 +334,8 @@ def _printed(ups: int, downs: int, ties: int) -> str:
         }
         for values in ([0.5] * len(changes), [0.5 + change for change in changes])
     )
-    out = io.StringIO()
     result = ComparisonResult(Path("a"), Path("b"), {}, compare_records(a, b))
-    print_comparison(Console(file=out, width=200), result, 1)
-    return out.getvalue()
+    return output_of(print_comparison, result, 1, width=200)
 
 
 @pytest.mark.parametrize(
@@ -383,9 +376,7 @@ def test_answers_without_a_verdict_are_counted_with_the_accuracy_they_could_add(
 
 def test_the_scores_of_rewards_other_than_0_and_1_and_of_an_evaluation_without_grades():
     def printed(*rows: EvalRow) -> str:
-        out = io.StringIO()
-        print_scores(Console(file=out, width=200), {"set": score("set", rows, (1,))})
-        return out.getvalue()
+        return output_of(print_scores, {"set": score("set", rows, (1,))}, width=200)
 
     nonbinary = printed(row("p", None, "wrong", reward=0.5), row("q", None, "not-applicable"))
     assert re.search(r"mean +95% interval\nreward +0.250 .*\nmean@1 +0.000 ", nonbinary)
@@ -439,9 +430,8 @@ def test_steps_and_evaluations_in_an_outage_of_the_judge_have_no_accuracy(tmp_pa
         {"step": 3, "time/step": 1.0, "train/accuracy": 0.0, "train/entropy": 1.2, **outage},
     ]
     records[2] |= {"eval/a/mean_at_4": 0.0, "eval/a/grader_error_rate": 1.0, "train/truncated_fraction": 0.0}
-    out = io.StringIO()
-    print_summary(Console(file=out, width=100), RunConfig(), RunResult(tmp_path, "FINISHED", records))
-    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    text = output_of(print_summary, RunConfig(), RunResult(tmp_path, "FINISHED", records))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
     for line in (
         "training accuracy 0.312 → 0.250", "not graded the answers of 1 of 3 steps, which have no accuracy",
         "step 3 mean@4 not graded", "entropy 1.000 → 1.200 nats per token",

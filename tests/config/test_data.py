@@ -1,6 +1,5 @@
 """Settings of data set tasks: accepted forms of a source, and the meaning of `--task NAME|FILE`."""
 
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -23,7 +22,7 @@ from bandpo_cli.registries import DATASETS
         ({"path": "x", "fields": {"question": "a.b"}}, Source(path="x", fields=Fields(question="a.b"))),
     ],
 )
-def test_a_source_is_a_string_or_a_section(written: Any, source: Source) -> None:
+def test_a_source_is_a_string_or_a_section(written, source):
     assert Source.model_validate(written) == source
     assert DataTask.model_validate({"name": "data", "train": written}).train == (source,)
     several = {"name": "data", "train": [written, "y.jsonl"], "grader": "math"}
@@ -46,9 +45,7 @@ def test_a_source_is_a_string_or_a_section(written: Any, source: Source) -> None
         ({"heldout": "gsm8k"}, "number", None, [None]),
     ],
 )
-def test_the_settings_name_the_grader_that_is_used(
-    task: dict[str, Any], grader: str | None, chosen: str | None, of_sources: list[str | None]
-) -> None:
+def test_the_settings_name_the_grader_that_is_used(task, grader, chosen, of_sources):
     """A grader that the user did not choose is not used for other data, such as that of `eval --task`."""
     settings = cast(DataTask, resolve([{"task": {"name": "data", **task}}]).task)
     assert (settings.grader, settings.chosen_grader) == (grader, chosen)
@@ -66,7 +63,7 @@ def test_the_settings_name_the_grader_that_is_used(
         ({"task": {"name": "gsm8k"}, "optim": {"lr": 3e-6}}, (3e-6, 1024, 512, "auto", 4)),
     ],
 )
-def test_defaults_follow_the_task_and_the_model(layer: dict[str, Any], defaults: tuple[Any, ...]) -> None:
+def test_defaults_follow_the_task_and_the_model(layer, defaults):
     config = resolve([layer])
     sampling, evaluation = config.sampling, config.evaluation
     lengths = (sampling.max_tokens, sampling.max_sequences)
@@ -85,15 +82,13 @@ def test_defaults_follow_the_task_and_the_model(layer: dict[str, Any], defaults:
         ({"path": "x", "grader": "nosuch:a:b:c"}, "module:function"),
     ],
 )
-def test_invalid_sources_are_refused(settings: dict[str, Any], part: str) -> None:
+def test_invalid_sources_are_refused(settings, part):
     with pytest.raises(ValidationError) as caught:
         Source.model_validate(settings)
     assert part in str(caught.value)
 
 
-def test_a_name_as_argument_is_a_task_also_beside_a_folder_of_that_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_as_argument_is_a_task_also_beside_a_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gsm8k").mkdir()
     names = [*TaskSettings.classes()]
@@ -102,9 +97,7 @@ def test_a_name_as_argument_is_a_task_also_beside_a_folder_of_that_name(
         assert task_from_arguments([name]) == {"name": name}
 
 
-def test_a_file_as_argument_is_the_training_data_of_the_task_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_as_argument_is_the_training_data_of_the_task_data(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path)
     for ending in (*FILE_SUFFIXES, ".JSONL"):
@@ -118,9 +111,8 @@ def resolve_rewards(rewards: Any, **task: Any) -> DataTask:
     return cast(DataTask, resolve([{"task": task, "model": {"path": "a/b"}}]).task)
 
 
-def test_rewards_are_graders_with_weights() -> None:
+def test_rewards_are_graders_with_weights():
     task = resolve_rewards(["math", {"grader": "trl:mine.rewards:in_tags", "weight": 0.2}])
-    assert task.rewards is not None
     assert [(reward.label, reward.weight) for reward in task.rewards] == [("math", 1.0), ("in_tags", 0.2)]
     assert task.answer_grader == "math"
     assert resolve_rewards([{}, "a:b"], grader="number").answer_grader == "number"
@@ -145,13 +137,13 @@ def test_rewards_are_graders_with_weights() -> None:
         ([{"grader": "a:b", "weight": 0}], "every weight is 0"),
     ],
 )
-def test_invalid_rewards_are_one_line(rewards: Any, message: str) -> None:
+def test_invalid_rewards_are_one_line(rewards, message):
     with pytest.raises(ConfigError, match=message) as error:
         resolve_rewards(rewards)
     assert "\n" not in str(error.value)
 
 
-def test_the_first_reward_is_the_only_grader_of_the_answers() -> None:
+def test_the_first_reward_is_the_only_grader_of_the_answers():
     with pytest.raises(ConfigError, match="'number' and the first of the rewards, 'math', both grade"):
         resolve_rewards(["math"], grader="number")
     with pytest.raises(ConfigError, match="remove `grader` from the first entry"):

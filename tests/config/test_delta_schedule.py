@@ -17,7 +17,6 @@ from bandpo_cli.methods.settings import DELTA_SCHEDULES, BandSettings, MethodSet
 def radii(steps: int, **bounds: Any) -> list[float]:
     """Return the radius of each step of a run, as the training loop asks for it."""
     settings = resolve([{"bounds": bounds, "steps": steps}]).bounds
-    assert isinstance(settings, TrustRegionSettings)
     return [settings.scheduled(step, steps)["delta"] for step in range(1, steps + 1)]
 
 
@@ -40,7 +39,7 @@ def radii(steps: int, **bounds: Any) -> list[float]:
         ({"delta_schedule": "linear", "delta": 0.01, "delta_end": 0.05}, [0.02, 0.03, 0.04, 0.05]),
     ],
 )  # fmt: skip
-def test_radius_per_step_in_closed_form(bounds: dict[str, Any], expected: list[float]) -> None:
+def test_radius_per_step_in_closed_form(bounds, expected):
     assert radii(4, **{"delta": 0.2, "delta_end": 0.04, **bounds}) == pytest.approx(expected, rel=1e-12)
 
 
@@ -50,9 +49,7 @@ def test_radius_per_step_in_closed_form(bounds: dict[str, Any], expected: list[f
     end=st.floats(1e-4, 2),
     steps=st.integers(2, 60),
 )
-def test_radius_is_monotonic_and_ends_at_delta_end(
-    schedule: str, start: float, end: float, steps: int
-) -> None:
+def test_radius_is_monotonic_and_ends_at_delta_end(schedule, start, end, steps):
     values = [start, *radii(steps, delta=start, delta_end=end, delta_schedule=schedule)]
     assert values[-1] == end
     towards_end = math.copysign(1, end - start)
@@ -72,14 +69,14 @@ def test_radius_is_monotonic_and_ends_at_delta_end(
         (["method=clip", "delta_schedule=linear"], ["bounds.delta_schedule", "no such setting of 'clip'"]),
     ],
 )  # fmt: skip
-def test_invalid_schedules_are_one_line_that_names_the_key(settings: list[str], words: list[str]) -> None:
+def test_invalid_schedules_are_one_line_that_names_the_key(settings, words):
     with pytest.raises(ConfigError) as raised:
         resolve([read_assignments(f"bounds.{setting}" for setting in settings)])
     assert "\n" not in str(raised.value)
     assert [word for word in words if word not in str(raised.value)] == []
 
 
-def test_every_method_with_a_trust_region_can_schedule_its_radius() -> None:
+def test_every_method_with_a_trust_region_can_schedule_its_radius():
     classes = MethodSettings.classes()
     regions = [name for name, entry in METHODS.items() if entry.trust_region]
     assert "band" in regions
@@ -94,12 +91,12 @@ def test_every_method_with_a_trust_region_can_schedule_its_radius() -> None:
         assert radii(2, **settings) == pytest.approx([0.15, 0.1])
 
 
-def test_nothing_is_scheduled_by_default() -> None:
-    for settings in (cls() for cls in MethodSettings.classes().values()):  # type: ignore[call-arg]
+def test_nothing_is_scheduled_by_default():
+    for settings in (cls() for cls in MethodSettings.classes().values()):
         assert settings.scheduled(1, 10) == {}
 
 
-def test_the_settings_of_a_constant_radius_have_no_key_of_the_schedule() -> None:
+def test_the_settings_of_a_constant_radius_have_no_key_of_the_schedule():
     """The config.yaml of a run without a schedule is the one that versions without schedules wrote."""
     stated = resolve([{"bounds": {"delta_schedule": "constant", "delta_end": None}}])
     assert list(stated.bounds.model_dump()) == ["method", "divergence", "delta", "max_ratio", "relax"]
@@ -107,7 +104,7 @@ def test_the_settings_of_a_constant_radius_have_no_key_of_the_schedule() -> None
     assert "  divergence: kl\n  delta: 0.05\n  max_ratio: 10.0\n  relax: null\nobjective:" in to_yaml(stated)
 
 
-def test_a_schedule_is_in_the_resolved_settings_and_their_description() -> None:
+def test_a_schedule_is_in_the_resolved_settings_and_their_description():
     bounds = {"delta": 0.2, "delta_end": 0.02, "delta_schedule": "polynomial", "delta_steps": 1500}
     config = resolve([{"bounds": bounds}])
     assert resolve([{"bounds": config.model_dump()["bounds"]}]).bounds == config.bounds

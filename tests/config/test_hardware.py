@@ -49,9 +49,7 @@ _OTHER_MODEL = re.compile(r"--model (\S+) \(one GPU of (\d+) GB\)")
         (1, 2, 3, [0, 1]), (0, 4, 7, [0, 1, 2, 3]),  # too few free GPUs: each engine shares the GPU of its rank
     ],
 )  # fmt: skip
-def test_engines_have_gpus_of_their_own_if_there_is_one_for_each(
-    card: int, ranks: int, cards: int, expected: list[int]
-) -> None:
+def test_engines_have_gpus_of_their_own_if_there_is_one_for_each(card, ranks, cards, expected):
     assert engine_cards(card, ranks, cards) == expected
 
 
@@ -62,7 +60,6 @@ def report_on_gpu(config: RunConfig, gigabytes: int, ranks: int = 1) -> MemoryEs
 
 def fits(config: RunConfig, report: MemoryEstimate, available: int) -> bool:
     """Return whether a run fits, by hand: the trainer's memory, and an update or the engine, leave 5% free."""
-    assert config.sampling.vllm.memory_fraction is not None
     engine = config.sampling.vllm.memory_fraction * available
     used = sum(report.always.values()) + max(sum(report.update.values()), engine)
     return used < 0.95 * available
@@ -70,14 +67,10 @@ def fits(config: RunConfig, report: MemoryEstimate, available: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", [*MODELS, *QWEN3], ids=lambda file: file.stem)
-def test_the_header_of_a_model_names_the_smallest_gpu_that_fits_and_the_memory_of_8(
-    tmp_path: Path, file: Path
-) -> None:
+def test_the_header_of_a_model_names_the_smallest_gpu_that_fits_and_the_memory_of_8(tmp_path, file):
     text, general = file.read_text("utf-8"), PROTOCOL if file in QWEN3 else PAPER / "base.yaml"
     base = [read_layer(general), read_layer(file)]
     header, eight = _MODEL_HEADER.match(text), _EIGHT_GPUS.search(text)
-    assert header is not None
-    assert eight is not None
     size, peak, held = map(int, header.groups())
     model = base[1]["model"]["path"]
     config = config_on_disk(tmp_path, model, *base)
@@ -105,11 +98,10 @@ def test_the_header_of_a_model_names_the_smallest_gpu_that_fits_and_the_memory_o
 
 
 @pytest.mark.slow
-def test_the_header_of_lora_names_the_smallest_gpus_that_fit(tmp_path: Path) -> None:
+def test_the_header_of_lora_names_the_smallest_gpus_that_fit(tmp_path):
     """The base in bfloat16, and adapters with 14 bytes per parameter: 2, a master and two moments."""
     file, model = PAPER / "lora-7b.yaml", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
     header = _LORA_HEADER.search(file.read_text("utf-8"))
-    assert header is not None
     size, peak, held, smaller = (int(header[group]) for group in (1, 2, 3, 5))
     files = (PAPER / "base.yaml", PAPER / "models" / "r1-distill-qwen-7b.yaml", file)
     config = config_on_disk(tmp_path, model, *map(read_layer, files))
@@ -131,13 +123,11 @@ def test_the_header_of_lora_names_the_smallest_gpus_that_fit(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_both_models_in_the_header_of_gsm8k_fit_with_vllm(tmp_path: Path) -> None:
+def test_both_models_in_the_header_of_gsm8k_fit_with_vllm(tmp_path):
     """The header asks for vLLM, which `auto` is where it is installed."""
     file = CONFIGS / "gsm8k.yaml"
     text, own = file.read_text("utf-8"), read_layer(file)
     own_size, other = _ONE_GPU.search(text), _OTHER_MODEL.search(text)
-    assert own_size is not None
-    assert other is not None
     for model, size in ((own["model"]["path"], own_size[1]), (other[1], other[2])):
         config = config_on_disk(tmp_path, model, own, {"sampling": {"engine": "vllm"}})
         report = report_on_gpu(config, int(size))
@@ -147,7 +137,7 @@ def test_both_models_in_the_header_of_gsm8k_fit_with_vllm(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["countdown", "sweeps/rare-tokens-pilot"])
-def test_a_config_for_a_cpu_fits_a_small_machine(name: str) -> None:
+def test_a_config_for_a_cpu_fits_a_small_machine(name):
     text = (CONFIGS / f"{name}.yaml").read_text("utf-8")
     assert "Needs a CPU" in text or "minute of a CPU" in text
     layer = {key: value for key, value in read_layer(CONFIGS / f"{name}.yaml").items() if key != "model"}
@@ -155,7 +145,7 @@ def test_a_config_for_a_cpu_fits_a_small_machine(name: str) -> None:
     assert estimate_memory(resolve([layer]), device).fits
 
 
-def test_no_other_header_names_a_gpu() -> None:
+def test_no_other_header_names_a_gpu():
     """A header that names one must be among those of the tests above."""
     files = {file for file in CONFIGS.rglob("*.yaml") if _ONE_GPU.search(file.read_text("utf-8"))}
     assert files == {*MODELS, *QWEN3, PAPER / "lora-7b.yaml", CONFIGS / "gsm8k.yaml"}

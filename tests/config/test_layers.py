@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +62,24 @@ MATH = {"task": {"name": "math", "train": {"name": "math", "levels": [3, 4, 5]}}
         ([["bounds.eps_high=0.3", "bounds.method=clip"]], {"bounds": {"method": "clip", "eps_high": 0.3}}),
     ],
 )  # fmt: skip
-def test_layers_are_merged(layers: list[Any], equal: dict[str, Any]) -> None:
+def test_layers_are_merged(layers, equal):
     merged = resolve([read_assignments(layer) if isinstance(layer, list) else layer for layer in layers])
     assert merged.model_dump() == resolve([equal]).model_dump()
 
 
-def test_no_layer_gives_the_defaults_which_the_countdown_file_states() -> None:
+@pytest.mark.parametrize(
+    ("model", "task"), [("embedded", "countdown"), ("embedded-calculator", "calculator")]
+)
+def test_a_bundled_model_decides_the_task_only_where_none_is_named(model, task):
+    assert resolve([{"model": {"path": model}}]) == resolve([{"task": {"name": task}}])
+    for named in {"countdown", "calculator"} - {task}:
+        config, other = (
+            resolve([{"task": {"name": named}, "model": {"path": path}}]) for path in (model, "another")
+        )
+        assert config == other.model_copy(update={"model": config.model})
+
+
+def test_no_layer_gives_the_defaults_which_the_countdown_file_states():
     assert resolve([]) == RunConfig()
     assert resolve([read_layer(Path(__file__).parents[2] / "configs" / "countdown.yaml")]) == RunConfig()
 
@@ -81,12 +92,12 @@ def test_no_layer_gives_the_defaults_which_the_countdown_file_states() -> None:
             "gsm8k", {"path": "x.jsonl", "fields": {"answer": "a.b"}, "levels": [1, 2], "label": "x"}]}},
     ],
 )  # fmt: skip
-def test_a_config_round_trips_through_yaml(tmp_path: Path, layer: dict[str, Any]) -> None:
+def test_a_config_round_trips_through_yaml(tmp_path, layer):
     (tmp_path / "config.yaml").write_text(to_yaml(resolve([layer])), encoding="utf-8")
     assert resolve([read_layer(tmp_path / "config.yaml")]) == resolve([layer])
 
 
-def test_a_password_is_in_neither_the_config_nor_the_error_message() -> None:
+def test_a_password_is_in_neither_the_config_nor_the_error_message():
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI") as caught:
         resolve([{"tracking": {"uri": "postgresql://user:secret@db/mlflow"}}])
     assert "secret" not in str(caught.value)
@@ -139,7 +150,7 @@ def test_a_password_is_in_neither_the_config_nor_the_error_message() -> None:
         ("model.lora=true", ["model.lora = True", "with keys below it: rank, alpha, target_modules"]),
     ],
 )  # fmt: skip
-def test_an_invalid_setting_gives_a_one_line_message(setting: str, parts: list[str]) -> None:
+def test_an_invalid_setting_gives_a_one_line_message(setting, parts):
     with pytest.raises(ConfigError) as caught:
         resolve([read_assignments([setting])])
     message = str(caught.value)
@@ -162,9 +173,11 @@ def test_an_invalid_setting_gives_a_one_line_message(setting: str, parts: list[s
         (b"? [a, b]\n: 1\n", "unhashable key"),
         (b"a: !!python/object/apply:os.system [ls]\n", "not readable as YAML"),
         (b"[" * 1100, "not readable as YAML"),
+        (b"a: !!int x", "not readable as YAML: ValueError"),
+        (b"a: \x07", "not readable as YAML: control characters are not allowed"),
     ],
 )
-def test_an_unreadable_file_gives_a_one_line_message(tmp_path: Path, content: bytes, part: str) -> None:
+def test_an_unreadable_file_gives_a_one_line_message(tmp_path, content, part):
     path = tmp_path / "broken.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
@@ -174,7 +187,7 @@ def test_an_unreadable_file_gives_a_one_line_message(tmp_path: Path, content: by
     assert "\n" not in str(caught.value)
 
 
-def test_merge_keys_take_entries_of_other_mappings(tmp_path: Path) -> None:
+def test_merge_keys_take_entries_of_other_mappings(tmp_path):
     """The entries of the mapping itself win, then those of the first merged mapping; merges may be nested."""
     path = tmp_path / "merged.yaml"
     path.write_text(
@@ -192,13 +205,13 @@ def test_merge_keys_take_entries_of_other_mappings(tmp_path: Path) -> None:
     }
 
 
-def test_an_error_in_a_merged_entry_names_its_line(tmp_path: Path) -> None:
+def test_an_error_in_a_merged_entry_names_its_line(tmp_path):
     path = tmp_path / "merged.yaml"
     path.write_text("sampling: &shared\n  prompts: 8\n  lr: -1\noptim:\n  <<: *shared\n")
     assert read_config(path).locate(["optim", "lr"]) == f"--config {path}, line 3"
 
 
-def test_a_missing_file_is_an_error_and_an_empty_one_is_not(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_and_an_empty_one_is_not(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         read_layer(tmp_path / "nowhere.yaml")
     empty = tmp_path / "empty.yaml"
@@ -206,7 +219,7 @@ def test_a_missing_file_is_an_error_and_an_empty_one_is_not(tmp_path: Path) -> N
     assert read_layer(empty) == {}
 
 
-def test_nested_and_dotted_settings() -> None:
+def test_nested_and_dotted_settings():
     nested = {"a": {"b": 1, "c": {"d": [1, 2]}}, "e": None}
     assert flatten(nested) == {"a.b": 1, "a.c.d": [1, 2], "e": None}
     assert nest(flatten(nested)) == nested
@@ -218,7 +231,7 @@ def test_nested_and_dotted_settings() -> None:
 
 
 @pytest.mark.parametrize("key", ["task.template", "task.system"])
-def test_a_text_needs_no_quotes_whatever_it_contains(key: str) -> None:
+def test_a_text_needs_no_quotes_whatever_it_contains(key):
     for text in (
         "{question}", "{question} Reply: [a number]", "[x] {question}", "a: {question}", "{question} # c",
         '"{question}" yes', '"a" or "{question}"', "> {question}", "{a: {question}", "- {question}", "@{question}",
@@ -243,12 +256,12 @@ def test_a_text_needs_no_quotes_whatever_it_contains(key: str) -> None:
         ({"a": 1, "a.b": 2}, r"'a\.b': 'a' has a plain value already; give it a value or keys below it, not both"),
     ],
 )  # fmt: skip
-def test_malformed_and_contradictory_dotted_settings_are_refused(settings: Any, message: str) -> None:
+def test_malformed_and_contradictory_dotted_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         read_assignments([settings]) if isinstance(settings, str) else nest(settings)
 
 
-def test_settings_in_python_are_dictionaries_and_objects_alike() -> None:
+def test_settings_in_python_are_dictionaries_and_objects_alike():
     expected = resolve([{"steps": 2, "bounds": {"method": "clip"}, "optim": {"lr": 1e-3}}])
     given: list[Any] = [
         {"steps": 2, "bounds.method": "clip", "optim": {"lr": 1e-3}},
@@ -261,7 +274,7 @@ def test_settings_in_python_are_dictionaries_and_objects_alike() -> None:
         {"bounds.delta": 0.3, "bounds.method": "dppo"}
     )  # the order of keys of one dictionary decides nothing
     assert dppo == resolve({"bounds.method": "dppo", "bounds.delta": 0.3})
-    assert dppo.bounds.delta == 0.3  # type: ignore[attr-defined]
+    assert dppo.bounds.delta == 0.3
 
 
 @pytest.mark.parametrize(
@@ -286,15 +299,13 @@ def test_settings_in_python_are_dictionaries_and_objects_alike() -> None:
         (lambda: sweep({"sedes": [1]}), "sedes: no such setting (did you mean 'seeds'?)"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_python_has_the_message_of_the_command_line(
-    mistake: Callable[[], Any], message: str
-) -> None:
+def test_a_mistake_in_python_has_the_message_of_the_command_line(mistake, message):
     with pytest.raises(ConfigError) as caught:
         mistake()
     assert message in str(caught.value)
 
 
-def test_registries_settings_and_the_environment_import_no_large_package() -> None:
+def test_registries_settings_and_the_environment_import_no_large_package():
     parts = (
         "import bandpo_cli.registries",
         "import bandpo_cli.config.layers",
@@ -310,7 +321,7 @@ def test_registries_settings_and_the_environment_import_no_large_package() -> No
     ("text", "value"),
     [("1e-3", 1e-3), ("-2E+4", -2e4), ("[1e-1, 2]", [0.1, 2]), ("1.5e-3", 1.5e-3), ("e3", "e3"), ("1e-3x", "1e-3x")],
 )  # fmt: skip
-def test_options_of_a_generator_are_numbers_also_without_a_decimal_point(text: str, value: object) -> None:
+def test_options_of_a_generator_are_numbers_also_without_a_decimal_point(text, value):
     """YAML 1.1 reads 1e-3 as text, and these settings have no type that would make it a number."""
     layer = read_assignments(["task.name=reasoning-gym", "task.names=x", f"task.options.x.p={text}"])
     config = resolve([layer])

@@ -47,22 +47,20 @@ from bandpo_cli.errors import ConfigError
         ),
     ],
 )  # fmt: skip
-def test_contradictory_settings_are_refused_and_their_limit_is_accepted(
-    others: list[str], refused: str, accepted: str
-) -> None:
+def test_contradictory_settings_are_refused_and_their_limit_is_accepted(others, refused, accepted):
     with pytest.raises(ConfigError, match=refused.partition(".")[0]):
         resolve([read_assignments([*others, refused])])
     resolve([read_assignments([*others, accepted])])
 
 
-def test_the_message_about_a_lag_names_the_settings_to_change() -> None:
+def test_the_message_about_a_lag_names_the_settings_to_change():
     keys = "set objective.importance_cap, such as 2.0, or objective.old_logprobs to 'sampler'"
     with pytest.raises(ConfigError, match=rf"sampling\.max_lag = 4: .*{keys}"):
         resolve([read_assignments(["sampling.max_lag=4", "objective.importance_cap=null"])])
     assert resolve([]).sampling.max_lag == 0, "the default"
 
 
-def test_adamw_defaults_equal_those_of_torch() -> None:
+def test_adamw_defaults_equal_those_of_torch():
     expected = inspect.signature(torch.optim.AdamW).parameters
     assert OptimConfig().betas == expected["betas"].default
     assert OptimConfig().eps == expected["eps"].default
@@ -82,11 +80,11 @@ def test_adamw_defaults_equal_those_of_torch() -> None:
         (["evaluation.samples=8", "evaluation.k=[]"], ()),
     ],
 )
-def test_k_follows_the_number_of_samples_unless_it_is_given(settings: list[str], k: tuple[int, ...]) -> None:
+def test_k_follows_the_number_of_samples_unless_it_is_given(settings, k):
     assert resolve([read_assignments(settings)]).evaluation.k == k
 
 
-def test_an_engine_process_is_refused_without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_process_is_refused_without_linux(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(
         ConfigError, match=r"^the engine process needs Linux; set sampling\.engine_process=false"
@@ -95,7 +93,7 @@ def test_an_engine_process_is_refused_without_linux(monkeypatch: pytest.MonkeyPa
     check_engine("transformers", "cpu", has_process=False)
 
 
-def test_an_engine_over_several_gpus_with_several_ranks_is_refused() -> None:
+def test_an_engine_over_several_gpus_with_several_ranks_is_refused():
     config = resolve([read_assignments(["sampling.vllm.tensor_parallel=2"])])
     check_ranks(config, 1)
     with pytest.raises(ConfigError, match=r"sampling.vllm.tensor_parallel = 2: each of 4 ranks has"):

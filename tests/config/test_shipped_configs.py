@@ -11,7 +11,6 @@ import pytest
 from bandpo_cli import methods
 from bandpo_cli.config.layers import flatten, merge, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.task import DataTask
 from bandpo_cli.methods import MethodEntry
 from bandpo_cli.storage.sweep_folder import SweepRun
 from bandpo_cli.sweeps.sweep_plan import SweepConfig, plan_runs, plan_tuned_runs
@@ -30,7 +29,7 @@ def config_of(*files: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
-def test_each_file_resolves_and_names_its_requirements(file: Path) -> None:
+def test_each_file_resolves_and_names_its_requirements(file):
     config_of(file)
     assert file.read_text(encoding="utf-8").startswith("# ")
     assert file.parent.name == "methods" or "Needs " in file.read_text(encoding="utf-8")
@@ -52,7 +51,7 @@ def runs_of(sweep: Path, radius: float = 0.02) -> dict[SweepRun, RunConfig]:
 
 
 @pytest.mark.slow
-def test_the_sweeps_have_the_arms_and_runs_of_the_docs() -> None:
+def test_the_sweeps_have_the_arms_and_runs_of_the_docs():
     planned = {file.stem: runs_of(file) for file in SWEEPS}
     assert all(len({run.name for run in runs}) == len(runs) for runs in planned.values())
     assert {name: (len({run.variant for run in runs}), len(runs)) for name, runs in planned.items()} == {
@@ -68,7 +67,7 @@ def test_the_sweeps_have_the_arms_and_runs_of_the_docs() -> None:
         assert bounds == config_of(shipped).bounds
 
 
-def test_the_tuning_sweeps_group_their_arms_by_method() -> None:
+def test_the_tuning_sweeps_group_their_arms_by_method():
     runs = runs_of(CONFIGS / "sweeps" / "fair-rare-tuning.yaml")
     variants = {(run.group, run.variant) for run in runs}
     assert Counter(group for group, _ in variants) == {
@@ -76,7 +75,7 @@ def test_the_tuning_sweeps_group_their_arms_by_method() -> None:
     }  # fmt: skip
 
 
-def test_the_recorded_run_of_rare_tokens_equals_its_clip_arm_but_for_the_seed() -> None:
+def test_the_recorded_run_of_rare_tokens_equals_its_clip_arm_but_for_the_seed():
     """The radius is matched on the clip variant of the sweep, with a seed that the sweep does not use."""
     runs = runs_of(CONFIGS / "sweeps" / "rare-tokens.yaml")
     pilot = config_of(CONFIGS / "sweeps" / "rare-tokens-pilot.yaml")
@@ -85,7 +84,7 @@ def test_the_recorded_run_of_rare_tokens_equals_its_clip_arm_but_for_the_seed() 
     assert pilot.seed not in {run.seed for run in runs}
 
 
-def test_every_method_has_a_file_with_its_published_settings_and_its_source() -> None:
+def test_every_method_has_a_file_with_its_published_settings_and_its_source():
     """The Band's files differ from its defaults in divergence and `relax`, that is in what their names say."""
     files = {file: config_of(file).bounds for file in METHODS}
     assert {settings.method for settings in files.values()} == set(methods.METHODS)
@@ -162,12 +161,12 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize("files", COMBINATIONS, ids=lambda files: "+".join(file.stem for file in files))
-def test_no_setting_that_decides_what_is_computed_is_a_default(files: tuple[Path, ...]) -> None:
+def test_no_setting_that_decides_what_is_computed_is_a_default(files):
     present = stated(*files)
     assert [key for key in resolved(*files) if key not in present and not without_effect(key)] == []
 
 
-def test_the_settings_without_effect_exist() -> None:
+def test_the_settings_without_effect_exist():
     keys = resolved(PAPER / "base.yaml", MODELS[0])
     assert [name for name in NOT_COMPUTED if not any(f"{key}.".startswith(f"{name}.") for key in keys)] == []
 
@@ -185,7 +184,7 @@ PAPER_SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_settings_of_the_paper() -> None:
+def test_settings_of_the_paper():
     settings = resolved(PAPER / "base.yaml")
     assert {key: settings[key] for key in PAPER_SETTINGS} == PAPER_SETTINGS
     sources = [(source["name"] or source["path"], source["levels"]) for source in settings["task.train"]]
@@ -193,10 +192,9 @@ def test_settings_of_the_paper() -> None:
     assert [source["name"] for source in settings["task.heldout"]] == ["aime24", "aime25", "amc23"]
 
 
-def test_the_protocol_of_mathematics_evaluates_on_six_competitions() -> None:
+def test_the_protocol_of_mathematics_evaluates_on_six_competitions():
     """avg@32 of each, over all of its problems; docs/data.md names the sources of the other values."""
     config = config_of(CONFIGS / "math" / "protocol.yaml", CONFIGS / "math" / "qwen3-4b-base.yaml")
-    assert isinstance(config.task, DataTask)
     names = [source.name for source in config.task.heldout]
     assert names == ["aime24", "aime25", "aime26", "amc23", "hmmt25", "brumo25"]
     assert (config.evaluation.samples, config.evaluation.problems) == (32, None)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +106,7 @@ def batches_of(engine: Any, per_batch: int = 3, seed: int = 7, **options: Any) -
 
 
 @pytest.mark.parametrize("kind", [Engine, Streaming])
-def test_batches_cover_each_problem_once_with_unique_keys_and_seeds(kind: type[Engine]) -> None:
+def test_batches_cover_each_problem_once_with_unique_keys_and_seeds(kind):
     engine = kind()
     batches = list(batches_of(engine))
     assert [batch.key for batch in batches] == [(0, 0), (0, 3), (0, 6), (0, 9), (1, 0), (2, 0), (2, 3)]
@@ -121,13 +120,13 @@ def test_batches_cover_each_problem_once_with_unique_keys_and_seeds(kind: type[E
     assert len(engine.seeds) == len(set(engine.seeds)) == 2 * 7
 
 
-def test_a_resume_samples_only_the_missing_batches_unchanged() -> None:
+def test_a_resume_samples_only_the_missing_batches_unchanged():
     done = [PartKey(0, 3), PartKey(2, 0)]
     expected = [batch for batch in batches_of(Engine()) if batch.key not in done]
     assert list(batches_of(Engine(), done=done)) == expected
 
 
-def test_the_completions_of_a_problem_do_not_depend_on_the_size_of_the_batches() -> None:
+def test_the_completions_of_a_problem_do_not_depend_on_the_size_of_the_batches():
     """They have a seed per problem; those of two problems and of two sets differ."""
     small, large = (
         [row for batch in batches_of(Engine(), per_batch=size) for row in batch.rows] for size in (2, 7)
@@ -136,7 +135,7 @@ def test_the_completions_of_a_problem_do_not_depend_on_the_size_of_the_batches()
     assert len({row["text"] for row in small[::SAMPLES]}) == 16
 
 
-def test_the_batch_size_limits_batches_of_stored_completions() -> None:
+def test_the_batch_size_limits_batches_of_stored_completions():
     """The problem with the most completions sets the size: batches of six are three problems of two."""
     engine = Engine()
     sizes = [1, 2, 1, 2, 2, 1, 2]
@@ -152,14 +151,14 @@ def test_the_batch_size_limits_batches_of_stored_completions() -> None:
 
 
 @pytest.mark.parametrize("engine", [Engine(), Streaming()], ids=["one by one", "streaming"])
-def test_engine_and_tokenizer_are_called_from_the_callers_thread_alone(engine: Engine) -> None:
+def test_engine_and_tokenizer_are_called_from_the_callers_thread_alone(engine):
     list(batches_of(engine))
     assert engine.threads == {threading.get_ident()}
     assert len(engine.grading_threads) == 1
     assert engine.grading_threads.isdisjoint(engine.threads)
 
 
-def test_sampling_continues_while_a_batch_is_graded_and_stops_at_the_limit() -> None:
+def test_sampling_continues_while_a_batch_is_graded_and_stops_at_the_limit():
     """The first grading call waits until the engine has sampled all batches that it may sample meanwhile."""
     counts: list[int] = []
 
@@ -177,7 +176,7 @@ def test_sampling_continues_while_a_batch_is_graded_and_stops_at_the_limit() -> 
     assert counts[0] == MAX_UNGRADED_BATCHES + 1
 
 
-def test_a_graded_batch_is_returned_before_the_next_one_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graded_batch_is_returned_before_the_next_one_is_sampled(monkeypatch):
     """The batch is graded at once here; the thread of a busy machine may be later than the next sample."""
 
     class Immediate(ThreadPoolExecutor):
@@ -193,7 +192,7 @@ def test_a_graded_batch_is_returned_before_the_next_one_is_sampled(monkeypatch: 
 
 
 @pytest.mark.parametrize("error", [RunError("the grader failed"), KeyboardInterrupt()])
-def test_errors_of_grading_end_the_evaluation(error: BaseException) -> None:
+def test_errors_of_grading_end_the_evaluation(error):
     class Failing(Engine):
         def grade(self, *_: Any) -> list[Grade]:
             raise error
@@ -203,9 +202,7 @@ def test_errors_of_grading_end_the_evaluation(error: BaseException) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("grading_")]
 
 
-def test_an_error_of_the_engine_cancels_the_answer_in_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_engine_cancels_the_answer_in_work(tmp_path, monkeypatch):
     """The custom grader sleeps for ever, with a deadline far beyond the test's."""
     (tmp_path / "sleeper.py").write_text("import time\ndef judge(text, answer):\n    time.sleep(1000)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -232,7 +229,7 @@ def evaluated(ranks: Ranks) -> tuple[list[Batch], list[int]]:
 
 
 @pytest.mark.slow
-def test_several_ranks_give_the_batches_of_one(tmp_path: Path) -> None:
+def test_several_ranks_give_the_batches_of_one(tmp_path):
     """On every rank, whatever the times of sampling and grading."""
     expected, prompts = evaluated(SINGLE)
     results = run_ranks(3, tmp_path, evaluated)

@@ -17,14 +17,14 @@ from bandpo_cli.evaluation.scores import LEVEL, mean_intervals
 from bandpo_cli.storage.files import replace_nonfinite
 
 
-def test_the_value_is_the_mean_and_the_ends_are_within_the_values() -> None:
+def test_the_value_is_the_mean_and_the_ends_are_within_the_values():
     values_FP = np.random.default_rng(1).beta(0.3, 1.5, (5, 40)) * np.array([[1], [1], [0.1], [5000], [-3]])
     for values, interval in zip(values_FP, mean_intervals(values_FP), strict=True):
         assert interval.value == pytest.approx(values.mean())
         assert values.min() <= interval.low < interval.value < interval.high <= values.max()
 
 
-def test_intervals_depend_only_on_values_and_seed() -> None:
+def test_intervals_depend_only_on_values_and_seed():
     values_FP = np.random.default_rng(2).random((3, 25))
     assert mean_intervals(values_FP) == mean_intervals(values_FP)
     assert mean_intervals(values_FP, seed=1) != mean_intervals(values_FP)
@@ -33,7 +33,7 @@ def test_intervals_depend_only_on_values_and_seed() -> None:
 
 
 @pytest.mark.parametrize("problems", [24, 200])
-def test_symmetric_values_have_the_widened_percentile_and_the_t_interval(problems: int) -> None:
+def test_symmetric_values_have_the_widened_percentile_and_the_t_interval(problems):
     """There bias and acceleration are zero; the widening is that of Student's t."""
     half = np.abs(np.random.default_rng(3).standard_normal(problems // 2))
     values = np.concatenate([10 - half, 10 + half])
@@ -49,7 +49,7 @@ def test_symmetric_values_have_the_widened_percentile_and_the_t_interval(problem
 
 
 @pytest.mark.parametrize(("unit", "shift"), [(0.1, 0.0), (1 / 3, 0.3), (0.7, 0.3), (512.3, 0.0)])
-def test_intervals_scale_and_shift_with_the_values(unit: float, shift: float) -> None:
+def test_intervals_scale_and_shift_with_the_values(unit, shift):
     """With multiples of 1/n many resamples equal the sample's mean up to rounding, and BCa counts these."""
     rng = np.random.default_rng(5)
     for problems in (6, 31, 38):
@@ -58,7 +58,7 @@ def test_intervals_scale_and_shift_with_the_values(unit: float, shift: float) ->
         assert scaled == pytest.approx([shift + unit * item for item in plain])
 
 
-def test_negated_values_have_the_negated_interval_and_skewed_ones_the_longer_end_at_the_tail() -> None:
+def test_negated_values_have_the_negated_interval_and_skewed_ones_the_longer_end_at_the_tail():
     values = np.random.default_rng(4).exponential(size=60)
     value, low, high = mean_intervals([values])[0]
     assert mean_intervals([-values])[0] == pytest.approx([-value, -high, -low])
@@ -66,7 +66,7 @@ def test_negated_values_have_the_negated_interval_and_skewed_ones_the_longer_end
 
 
 @pytest.mark.parametrize("values", [[0.4], [0.0, 0.0, 0.0], [0.7] * 30, [1.0, 1 - 2**-53, 1.0]])
-def test_constant_values_have_no_interval(values: list[float]) -> None:
+def test_constant_values_have_no_interval(values):
     """Next to a metric with an interval, and without a warning; values that differ only by rounding are constant."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -80,14 +80,14 @@ def test_constant_values_have_no_interval(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("values", [[0, 1], [0, 0, 1], [1, 1, 1, 0], [0] * 29 + [1], [0] * 127 + [1]])
-def test_few_problems_and_a_single_success_have_finite_ends(values: list[float]) -> None:
+def test_few_problems_and_a_single_success_have_finite_ends(values):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         value, low, high = mean_intervals([values])[0]
     assert 0 <= low < value < high <= 1
 
 
-def test_memory_is_bounded_for_a_large_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_for_a_large_set(monkeypatch):
     """The jackknife of 1,000 problems and 6 metrics at once would take 48 MB, all resamples at once 96 MB."""
     monkeypatch.setattr(scores, "_BATCH_VALUES", 400_000)
     values_FP = np.random.default_rng(7).random((6, 1000))
@@ -100,7 +100,7 @@ def test_memory_is_bounded_for_a_large_set(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("a", "b", "n"), [(0.5, 0.5, 16), (0.3, 1.5, 8)])
-def test_the_coverage_is_95_percent(a: float, b: float, n: int) -> None:
+def test_the_coverage_is_95_percent(a, b, n):
     """1,000 simulated evaluations of 30 problems: within 2 points, plus a standard error of the simulation."""
     rng, simulations = np.random.default_rng(8), 1000
     p = rng.beta(a, b, (simulations, 30))

@@ -47,7 +47,7 @@ BY_HAND = {
 }
 
 
-def test_every_metric() -> None:
+def test_every_metric():
     scores = score("set", ROWS, (1, 2))
     assert set(scores.metrics) == set(BY_HAND)
     for name, (p, q) in BY_HAND.items():
@@ -58,13 +58,13 @@ def test_every_metric() -> None:
     assert scores.verdicts == {"correct": 3, "wrong": 2, "malformed": 1, "timeout": 1, "grader-error": 1}
 
 
-def test_rows_may_come_in_any_order_and_best_at_k_is_computed_only_on_request() -> None:
+def test_rows_may_come_in_any_order_and_best_at_k_is_computed_only_on_request():
     shuffled = score("set", [ROWS[index] for index in (6, 0, 5, 3, 1, 7, 2, 4)], (1, 2))
     assert set(shuffled.metrics) == set(BY_HAND)
     assert shuffled.by_problem == score("set", ROWS, (1, 2)).by_problem
 
 
-def test_uneven_numbers_of_completions() -> None:
+def test_uneven_numbers_of_completions():
     """Problems have equal weight for any number of completions; the name mean_at_n shows that n differs."""
     scores = score("set", [*ROWS, row("q", "18", "correct", length=60)], (2,))
     assert scores.metrics["mean_at_n"].value == pytest.approx((2 / 4 + 2 / 5) / 2)
@@ -77,7 +77,7 @@ def test_uneven_numbers_of_completions() -> None:
     assert record["by_problem"]["q"]["mean_at_n"] == 0.4
 
 
-def test_an_answer_with_different_grades_counts_by_their_mean() -> None:
+def test_an_answer_with_different_grades_counts_by_their_mean():
     rows = [row("p", "18", "correct"), row("p", "18", "timeout"), row("p", "5", "wrong")]
     assert score("set", rows, (3,)).metrics["maj_at_3"].value == pytest.approx(1 / 2)
 
@@ -90,7 +90,7 @@ def test_an_answer_with_different_grades_counts_by_their_mean() -> None:
         ({"finish_reason": None}, {"truncation_rate"}),
     ],
 )
-def test_metrics_of_unknown_columns_are_left_out(unknown: dict[str, None], left_out: set[str]) -> None:
+def test_metrics_of_unknown_columns_are_left_out(unknown, left_out):
     """Even if a single completion lacks the value: the mean over the others would be another quantity."""
     rows = [*ROWS[:-1], row("q", "4", "grader-error", **unknown)]
     scores = score("set", rows, (1, 2))
@@ -98,14 +98,14 @@ def test_metrics_of_unknown_columns_are_left_out(unknown: dict[str, None], left_
     assert all(set(values) == set(scores.metrics) for values in scores.by_problem.values())
 
 
-def test_completions_that_cannot_be_scored_are_refused() -> None:
+def test_completions_that_cannot_be_scored_are_refused():
     with pytest.raises(ConfigError, match=r"--k 5.*p of 'gsm8k' has 4.*at most 4"):
         score("gsm8k", [*ROWS, row("q", "18", "correct")], (2, 5))
     with pytest.raises(ConfigError, match="'gsm8k' has no completions"):
         score("gsm8k", [], (2, 5))
 
 
-def test_names_in_metrics_jsonl() -> None:
+def test_names_in_metrics_jsonl():
     scores = {"aime-2024": score("aime-2024", ROWS, (2,)), "b": score("b", ROWS[:4], ())}
     found = metric_record(scores, with_intervals=True)
     assert found["eval/aime-2024/mean_at_4"] == pytest.approx(3 / 8)
@@ -120,7 +120,7 @@ def test_names_in_metrics_jsonl() -> None:
     assert names == set(BY_HAND) - {"pass_at_1", "maj_at_1"}
 
 
-def test_the_mean_reward_counts_an_answer_without_a_reward_as_0() -> None:
+def test_the_mean_reward_counts_an_answer_without_a_reward_as_0():
     rows = [
         row("p", None, "wrong", reward=0.5),
         row("p", None, "timeout"),

@@ -29,7 +29,7 @@ def p_of(changes: NDArray[np.float64]) -> float:
     return float(stats.ttest_1samp(changes, 0.0).pvalue)
 
 
-def test_two_one_sided_tests_of_published_data() -> None:
+def test_two_one_sided_tests_of_published_data():
     """The example of TOSTpaired.raw (Lakens 2017): means 5.83 and 5.75 of 65 pairs, r = 0.745, bounds ±0.34."""
     spread = math.sqrt(1.17**2 + 1.30**2 - 2 * 0.745 * 1.17 * 1.30)
     assert conclude(sample(5.83 - 5.75, spread, 65), 1.0, 0.34).p_equivalent == pytest.approx(
@@ -40,7 +40,7 @@ def test_two_one_sided_tests_of_published_data() -> None:
     assert conclude(SLEEP, p_of(SLEEP), 0.5).verdict == "better"
 
 
-def test_equivalence_is_the_90_percent_interval_within_the_margin() -> None:
+def test_equivalence_is_the_90_percent_interval_within_the_margin():
     rng = np.random.default_rng(3)
     seen = set()
     for _ in range(200):
@@ -53,7 +53,7 @@ def test_equivalence_is_the_90_percent_interval_within_the_margin() -> None:
 
 
 @pytest.mark.parametrize(("effect", "pairs"), [(0.2, 199), (0.5, 34), (0.8, 15)])
-def test_sample_sizes_of_paired_t_tests(effect: float, pairs: int) -> None:
+def test_sample_sizes_of_paired_t_tests(effect, pairs):
     """Cohen's small, medium and large effect at 5% and 80% power, as G*Power gives them."""
     assert observations(effect) == pairs
     assert smallest_effect(pairs) <= effect < smallest_effect(pairs - 1)
@@ -61,9 +61,7 @@ def test_sample_sizes_of_paired_t_tests(effect: float, pairs: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 30, 1000])
 @pytest.mark.parametrize(("alpha", "power", "sides"), [(0.05, 0.8, 2), (0.0125, 0.8, 2), (0.05, 0.9, 1)])
-def test_the_smallest_effect_has_the_power_by_statsmodels(
-    n: int, alpha: float, power: float, sides: int
-) -> None:
+def test_the_smallest_effect_has_the_power_by_statsmodels(n, alpha, power, sides):
     effect = smallest_effect(n, alpha, power, sides)
     computed = TTestPower().power(effect, n, alpha, alternative="two-sided" if sides == 2 else "larger")
     assert math.isfinite(effect)
@@ -93,7 +91,7 @@ def test_the_smallest_effect_has_the_power_by_statsmodels(
         ),  # 11 would have been enough for 0 or 0.02: 0.012 needs 24
     ],
 )
-def test_the_verdict_by_mean_and_spread(mean: float, spread: float, n: int, text: str) -> None:
+def test_the_verdict_by_mean_and_spread(mean, spread, n, text):
     """A significant difference comes before equivalence, and says both."""
     changes = sample(mean, spread, n)
     conclusion = conclude(changes, p_of(changes))
@@ -102,7 +100,7 @@ def test_the_verdict_by_mean_and_spread(mean: float, spread: float, n: int, text
     assert (conclusion.further is None) == (not text.startswith("undecided"))
 
 
-def test_more_comparisons_detect_less_and_need_more_seeds() -> None:
+def test_more_comparisons_detect_less_and_need_more_seeds():
     changes = sample(0.0, 0.04, 5)
     one, five = (conclude(changes, 1.0, family=family) for family in (1, 5))
     assert five.detectable == pytest.approx(0.04 * smallest_effect(5, 0.01))
@@ -110,7 +108,7 @@ def test_more_comparisons_detect_less_and_need_more_seeds() -> None:
     assert (five.further or 0) > (one.further or 0)
 
 
-def test_there_are_no_numbers_without_a_test() -> None:
+def test_there_are_no_numbers_without_a_test():
     for changes, unit, text in (
         (np.array([0.1]), "seed", "one seed: no test"),
         (np.array([0.1]), "problem", "one problem: no test"),
@@ -131,7 +129,7 @@ def test_there_are_no_numbers_without_a_test() -> None:
 
 
 @pytest.mark.parametrize("margin", [0.0, -0.1, 1.0, math.nan, math.inf])
-def test_a_margin_is_between_0_and_1(margin: float) -> None:
+def test_a_margin_is_between_0_and_1(margin):
     with pytest.raises(
         ConfigError, match=r"--margin .*: a difference of accuracies above 0 and below 1, as in 0\.02"
     ):
@@ -139,14 +137,14 @@ def test_a_margin_is_between_0_and_1(margin: float) -> None:
 
 
 @pytest.mark.slow
-def test_commands_without_verdicts_do_not_import_statsmodels() -> None:
+def test_commands_without_verdicts_do_not_import_statsmodels():
     modules = "cli.report, bandpo_cli.cli.bounds, bandpo_cli.training.loop, bandpo_cli.sweeps.power"
     code = f"import sys, bandpo_cli.{modules}; sys.exit('statsmodels' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.slow
-def test_error_rates_by_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_rates_by_simulation(monkeypatch):
     """The rates of benchmarks/verdicts.py for 5 seeds and 128 problems, within three standard errors."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     from verdicts import simulate_problems, simulate_seeds

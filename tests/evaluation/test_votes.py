@@ -46,7 +46,7 @@ def elections(draw: st.DrawFn, most: int) -> tuple[Votes, list[float]]:
 
 
 @given(elections(most=7))
-def test_maj_at_k_is_the_mean_over_all_subsets(election: tuple[Votes, list[float]]) -> None:
+def test_maj_at_k_is_the_mean_over_all_subsets(election):
     votes, correct = election
     for k in range(1, len(votes) + 1):
         assert maj_at_k(votes, correct, k) == pytest.approx(by_enumeration(votes, correct, k), abs=1e-12)
@@ -56,7 +56,7 @@ def test_maj_at_k_is_the_mean_over_all_subsets(election: tuple[Votes, list[float
     ("votes", "k"),
     [("aabbcc", 4), ("abcdefgh", 5), ("aaabbbcd__", 6), ("aaaabbbcccdd", 6), ("aaaaab", 6), ("____ab", 3)],
 )
-def test_ties_of_many_answers(votes: str, k: int) -> None:
+def test_ties_of_many_answers(votes, k):
     """With two to five answers tied for the lead, each wins with the same probability."""
     cast: Votes = [None if vote == "_" else vote for vote in votes]
     correct = [float(vote == "a") for vote in cast]
@@ -64,7 +64,7 @@ def test_ties_of_many_answers(votes: str, k: int) -> None:
 
 
 @given(elections(most=40))
-def test_k_1_is_the_share_correct_and_k_n_the_plain_majority(election: tuple[Votes, list[float]]) -> None:
+def test_k_1_is_the_share_correct_and_k_n_the_plain_majority(election):
     votes, correct = election
     voted = [right if vote is not None else 0.0 for vote, right in zip(votes, correct, strict=True)]
     assert maj_at_k(votes, correct, 1) == pytest.approx(mean(voted), abs=1e-12)
@@ -72,7 +72,7 @@ def test_k_1_is_the_share_correct_and_k_n_the_plain_majority(election: tuple[Vot
 
 
 @given(elections(most=30), st.randoms(use_true_random=False), st.data())
-def test_the_order_and_the_names_of_answers_do_not_matter(election, random, data) -> None:  # type: ignore[no-untyped-def]
+def test_the_order_and_the_names_of_answers_do_not_matter(election, random, data):
     """Bit for bit: evaluations with the same counts must not differ by rounding."""
     votes, correct = election
     k = data.draw(st.integers(1, len(votes)))
@@ -84,7 +84,7 @@ def test_the_order_and_the_names_of_answers_do_not_matter(election, random, data
 
 
 @given(elections(most=24), st.data())
-def test_maj_at_k_is_at_most_pass_at_k_and_grows_with_correct_answers(election, data) -> None:  # type: ignore[no-untyped-def]
+def test_maj_at_k_is_at_most_pass_at_k_and_grows_with_correct_answers(election, data):
     votes, _ = election
     k = data.draw(st.integers(1, len(votes)))
     correct = [float(vote == "a") for vote in votes]
@@ -97,7 +97,7 @@ def test_maj_at_k_is_at_most_pass_at_k_and_grows_with_correct_answers(election, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [7, 999])
-def test_a_thousand_completions_are_exact_without_overflow(k: int) -> None:
+def test_a_thousand_completions_are_exact_without_overflow(k):
     """Three equally frequent answers win with probability 1/3 each; if all are correct, so is the vote."""
     votes: Votes = [str(index % 3) for index in range(999)] + [None]
     thirds = [maj_at_k(votes, [float(vote == right) for vote in votes], k) for right in "012"]
@@ -106,7 +106,7 @@ def test_a_thousand_completions_are_exact_without_overflow(k: int) -> None:
     assert sum(thirds) == pytest.approx(1.0, abs=1e-11)
 
 
-def test_the_winner_of_distinct_answers_is_random() -> None:
+def test_the_winner_of_distinct_answers_is_random():
     """300 answers, one of them correct: it wins if it is among the k, with probability 1/k. Nothing wins no votes."""
     assert maj_at_k([None, None], [1.0, 0.0], 2) == 0.0
     votes: Votes = [str(index) for index in range(300)]
@@ -115,7 +115,7 @@ def test_the_winner_of_distinct_answers_is_random() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])
-def test_pass_at_k_is_the_share_of_subsets_with_a_hit(n: int) -> None:
+def test_pass_at_k_is_the_share_of_subsets_with_a_hit(n):
     for correct in range(n + 1):
         outcomes = [True] * correct + [False] * (n - correct)
         for k in range(1, n + 1):
@@ -130,7 +130,7 @@ def counts(draw: st.DrawFn, most: int) -> tuple[int, int, int]:
 
 
 @given(counts(most=400))
-def test_pass_at_k_equals_the_fraction_and_the_product_form(n_correct_k: tuple[int, int, int]) -> None:
+def test_pass_at_k_equals_the_fraction_and_the_product_form(n_correct_k):
     n, correct, k = n_correct_k
     exact = 1 - Fraction(comb(n - correct, k), comb(n, k))
     product = 1.0 if n - correct < k else 1 - np.prod(1 - k / np.arange(n - correct + 1, n + 1))
@@ -138,7 +138,7 @@ def test_pass_at_k_equals_the_fraction_and_the_product_form(n_correct_k: tuple[i
     assert pass_at_k(n, correct, k) == pytest.approx(product, abs=1e-12)
 
 
-def test_pass_at_32_of_one_correct_in_32_is_1() -> None:
+def test_pass_at_32_of_one_correct_in_32_is_1():
     """Resampling with replacement would give 0.64; the 32 completions contain the correct one."""
     assert pass_at_k(32, 1, 32) == 1.0
     assert pass_at_k(32, 1, 1) == pytest.approx(1 / 32)
@@ -146,7 +146,7 @@ def test_pass_at_32_of_one_correct_in_32_is_1() -> None:
     assert pass_at_k(5000, 1, 2500) == pytest.approx(0.5, abs=1e-15)
 
 
-def test_evaluations_are_due_at_the_start_at_every_nth_step_and_at_the_end() -> None:
+def test_evaluations_are_due_at_the_start_at_every_nth_step_and_at_the_end():
     config = EvaluationConfig(every=20)
     assert [step for step in range(51) if config.is_due(step, last_step=50)] == [0, 20, 40, 50]
     assert not any(EvaluationConfig(every=0).is_due(step, last_step=50) for step in range(51))

@@ -3,14 +3,12 @@
 A GPU is replaced by the function that looks for one; the runs compute in bfloat16 on the CPU.
 """
 
-import io
 import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from bandpo_cli.cli.preview import print_memory
 from bandpo_cli.cli.train_view import describe_model
@@ -25,6 +23,7 @@ from bandpo_cli.models.load import load_policy
 from bandpo_cli.models.memory_estimate import Device, estimate_memory
 from bandpo_cli.results import changed_settings
 from bandpo_cli.sweeps.estimate import seconds_from_earlier_runs
+from tests.conftest import output_of
 from tests.experiments.test_api import SMALL
 
 RUN: list[Any] = [SMALL, {"steps": 1, "evaluation": {"every": 0}}]
@@ -77,9 +76,8 @@ def test_the_settings_names_the_dtype():
 
 
 def test_the_estimate_and_the_advice_follow_the_device():
-    out = io.StringIO()
-    print_memory(Console(file=out, width=200), resolve([]), memory_report(resolve([])))  # on this machine
-    assert "master weights" not in out.getvalue()
+    text = output_of(print_memory, resolve([]), memory_report(resolve([])), width=200)  # on this machine
+    assert "master weights" not in text
     config = resolve([])
     on_gpu, on_cpu = (estimate_memory(config, Device("x", 80 * GIB, 80 * GIB, on)) for on in (True, False))
     parts = on_gpu.always

@@ -95,7 +95,7 @@ def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error(tmp_path, monke
 
     def create_grader(pool: GraderPool, *arguments: Any) -> None:
         create(pool, *arguments)
-        pool.close = lambda: closed.append("grader")  # type: ignore[assignment]
+        pool.close = lambda: closed.append("grader")
 
     monkeypatch.setattr(TransformersSampler, "close", close_sampler)
     monkeypatch.setattr(GraderPool, "__init__", create_grader)

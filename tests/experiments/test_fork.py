@@ -1,13 +1,11 @@
 """Forks: the checkpoint, what can change, and what the new run takes over; equality is in tests/training."""
 
-import io
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from safetensors.numpy import save_file
 
 from bandpo_cli.callbacks import RunResult
@@ -37,6 +35,7 @@ from bandpo_cli.sweeps.scheduler import train_command
 from bandpo_cli.sweeps.sweep_plan import SweepConfig, plan_from_config, plan_sweep
 from bandpo_cli.sweeps.sweep_run import Executor, dry_run_info
 from bandpo_cli.tracking.trackers import Place, write_place
+from tests.conftest import output_of
 
 SETTINGS: dict[str, Any] = {
     "seed": 3,
@@ -96,7 +95,6 @@ def test_progress_of_a_fork(runs, settings, expected):
     plan = plan_fork("a@4", [NO_MLFLOW, settings], runs)
     updates, keeps_batch, same_problems = expected
     fork, position = plan.fork, 20 if keeps_batch else 16
-    assert fork is not None
     assert fork.progress == Progress(4, updates, 1, position, "abc" if same_problems else ANY_PROBLEMS)
     assert (plan.first_step, fork.keeps_batch) == (5, keeps_batch)
 
@@ -105,7 +103,6 @@ def test_a_fork_begins_as_the_record_of_its_parent(runs):
     """Only up to the step; it stays when the parent is removed."""
     plan = plan_fork("a", [NO_MLFLOW, {"optim": {"updates": 4}, "bounds": {"method": "clip"}}], runs, "b")
     folder, parent = RunFolder.create(runs, "b"), RunFolder(runs / "a")
-    assert plan.fork is not None
     about = copy_parent(plan.fork, folder)[PARENT]
     assert about == {
         "run": str(parent.path),
@@ -143,7 +140,6 @@ def test_evaluations_of_other_problems_are_not_compared_with_those_of_the_parent
         ("b@2", "c", {"optim": {"lr": 1e-3}}),
     ):
         plan, folder = plan_fork(parent, [NO_MLFLOW, change], runs, name), RunFolder.create(runs, name)
-        assert plan.fork is not None
         folder.write_env(copy_parent(plan.fork, folder))
         folder.write_config(to_yaml(plan.config))
     folder.append_metrics({"step": 3, **METRICS, SCORE: 0.125})
@@ -151,14 +147,13 @@ def test_evaluations_of_other_problems_are_not_compared_with_those_of_the_parent
     assert describe_run("a", runs)["metrics"][SCORE]["first"] == (0, 0)
     tables = [read_metrics_table(folder.metrics_path, comparable)[SCORE] for comparable in (False, True)]
     assert [table.dropna().index.tolist() for table in tables] == [[0, 2, 3], [3]], "in reports"
-    out = io.StringIO()
     result = RunResult(folder.path, "FINISHED", folder.read_metrics())
-    print_summary(Console(file=out, width=100), plan.config, result, first_step=3)
+    text = output_of(print_summary, plan.config, result, 3)
     expected = (
         "done        1 step in 1 s, after 2 earlier steps\nheld-out    step    3  mean@16 0.125\n"
         "            not comparable with step 0, since the fork changed evaluation.problems\n"
     )
-    assert out.getvalue().startswith(expected)
+    assert text.startswith(expected)
     scores = {"countdown": {"by_problem": {"1": {"mean_at_16": 0.5}, "2": {"mean_at_16": 1.0}}}}
     for step in (0, 3):
         folder.write_eval(step, {"sets": scores})
@@ -188,7 +183,6 @@ def test_the_files_of_a_fork_are_flushed_before_it_is_a_run(runs, monkeypatch):
     monkeypatch.setattr(os, "rename", check)
     plan = plan_fork("a", [NO_MLFLOW], runs, "b")
     folder = RunFolder.create(runs, "b")
-    assert plan.fork is not None
     copy_parent(plan.fork, folder)
     record = {path for path in folder.path.rglob("*") if "checkpoints" not in path.parts}
     assert len(record) == 7  # the metrics, the completions of the steps 0 to 4, and their folder

@@ -12,11 +12,13 @@ import pytest
 
 from bandpo_cli.callbacks import CallbackBase, StepReport
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.experiments import fork, resume, train
 from bandpo_cli.experiments.monitor import StepMonitor, stop_reason
+from bandpo_cli.experiments.record import close_record
 from bandpo_cli.metric_names import AXES, without_clock
 from bandpo_cli.processes.ranks import Ranks
+from bandpo_cli.reports import run_plots
 from bandpo_cli.results import describe_line
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
@@ -82,7 +84,19 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [without_clock(line) for line in RunFolder(folder).read_metrics()]
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("status", ["FINISHED", "KILLED", "FAILED"])
+def test_only_a_finished_run_was_ended_by_a_criterion(status, tmp_path, monkeypatch):
+    """Also one whose process ended before the summary; a run that was stopped in such a step would continue."""
+    monkeypatch.setattr(run_plots, "plot_run", lambda path: None)
+    folder = RunFolder.create(tmp_path, "a")
+    for step in range(4):
+        folder.append_metrics({"step": step, "time/step": 1.0, "train/entropy": 0.5})
+    error = RunError("no memory") if status == "FAILED" else None
+    result = close_record(resolve([SMALL, STOP]), folder, mock.Mock(), status, error)
+    assert (result.stopped_by is not None) == (status == "FINISHED")
+    assert summary(folder.path)["stopped_by"] == result.stopped_by
+
+
 def test_a_step_whose_tokens_are_all_masked_is_warned_of_once():
     """The updates with an advantage may be those that were skipped."""
     trained = {"step": 1, "train/uniform_group_fraction": 0.5, "optim/skipped_updates": 0.0}

@@ -51,7 +51,6 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_runs_and_their_steps(runs, text, name, step):
     ref = resolve_model(text, runs)
-    assert ref.run is not None
     assert (ref.run.name, ref.step) == (name, step)
     assert Path(ref.path).resolve() == (runs / name / "checkpoints" / f"step-{step:06d}").resolve()
     assert ref.stem == f"{name}@{step}"
@@ -148,7 +147,7 @@ def test_a_new_run_of_a_checkpoint_has_the_settings_of_its_run(runs):
     config = resolve(layers)
     assert config == resolve([{"seed": 7, "optim": {"lr": 1e-5}, **expected}])
     other = resolve([*new_run_layers([{"model": {"path": "a"}}], runs), {"task": {"train": "x.jsonl"}}])
-    assert other.task.train[0].answer_grader == "math"  # type: ignore[attr-defined]
+    assert other.task.train[0].answer_grader == "math"
 
 
 @pytest.mark.parametrize("model", ["embedded", "model", "some/id", 3, None])
@@ -177,7 +176,7 @@ def test_an_evaluation_on_other_data_keeps_conversations_and_rewards(task):
     other = resolve([own.model_dump(), eval_plan._task_layer(["aime24"], own)]).task
     kept = {*task, "template", "grader"}
     assert other.model_dump(include=kept) == own.task.model_dump(include=kept)
-    assert [source.name for source in other.sources("heldout")] == ["aime24"]  # type: ignore[attr-defined]
+    assert [source.name for source in other.sources("heldout")] == ["aime24"]
 
 
 def warnings_of(method: str, updates: int = 1, **sections: Any) -> list[str]:

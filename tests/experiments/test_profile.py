@@ -1,7 +1,6 @@
 """Profiler traces of training runs."""
 
 import gzip
-import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from bandpo_cli.callbacks import RunInfo, StepReport
 from bandpo_cli.cli.train_view import print_profile
@@ -19,6 +17,7 @@ from bandpo_cli.experiments.monitor import PhaseTime, ProfileCallback, check_pro
 from bandpo_cli.experiments.run import train
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.training.performance import StepTimer
+from tests.conftest import output_of
 from tests.experiments.test_api import SMALL
 
 RUN: list[Any] = [
@@ -70,19 +69,19 @@ def test_a_profile_changes_no_number_and_has_the_phases_after_the_first_step(tmp
 
 
 def test_the_table_has_seconds_per_step_and_the_way_to_open_the_trace():
-    profile, out = ProfileCallback(2), io.StringIO()
+    profile = ProfileCallback(2)
     profile.trace, profile.steps, profile.seconds = Path("runs/a/profile/t.json.gz"), [2, 3], 8.0
     times = {"sample": (2.0, 1.0, 2), "update": (5.0, 4.0, 2), "update/backward": (3.0, 2.5, 8)}
     profile.phases = {name: PhaseTime(*values) for name, values in times.items()}
-    print_profile(Console(file=out, width=120), profile)
-    rows = [line.split() for line in out.getvalue().splitlines()]
+    text = output_of(print_profile, profile, width=120)
+    rows = [line.split() for line in text.splitlines()]
     assert ["sampling", "1.000", "25.0%", "0.500", "1"] in rows
     assert ["backward", "1.500", "37.5%", "1.250", "4"] in rows
     # 8 s without sampling and updates, of which backward is a part.
     assert ["other", "0.500", "12.5%"] in rows
     assert ["complete", "step", "4.000", "100.0%"] in rows
-    assert "runs/a/profile/t.json.gz" in out.getvalue()
-    assert "https://ui.perfetto.dev" in out.getvalue()
+    assert "runs/a/profile/t.json.gz" in text
+    assert "https://ui.perfetto.dev" in text
 
 
 @pytest.mark.parametrize(("wanted", "first", "last"), [(2, 0, 2), (0, 0, 9), (-1, 0, 9), (3, 8, 10)])

@@ -184,7 +184,7 @@ def test_few_problems_are_pointed_out(settings, expected):
 
 
 @pytest.mark.slow
-def test_the_coin_decides_the_reward_of_training_and_the_true_grader_the_evaluation(tmp_path: Path) -> None:
+def test_the_coin_decides_the_reward_of_training_and_the_true_grader_the_evaluation(tmp_path):
     """Coins are a function of seed, step and completion: a resume tosses the same, and the texts do not matter."""
     control = {"task": {"rewards": [{"weight": 0}, "random"]}}
     full = train(resolve([SMALL, control, {"steps": 2, "optim": {"lr": 1e-9}}]), name="full").folder
@@ -207,12 +207,12 @@ def test_the_coin_decides_the_reward_of_training_and_the_true_grader_the_evaluat
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("coin", "reward"), [(0.0, 0.0), (1.0, 1.0)])
-def test_the_coin_has_the_configured_probability(coin: float, reward: float) -> None:
+def test_the_coin_has_the_configured_probability(coin, reward):
     folder = run_with({"weight": 0}, {"grader": "random"}, grading={"coin": coin})
     assert read_metrics(folder)[-1]["train/reward"] == reward
 
 
-def test_any_readable_answer_has_the_reward_of_the_format() -> None:
+def test_any_readable_answer_has_the_reward_of_the_format():
     folder = run_with({"weight": 0}, {"grader": "format"})
     line = read_metrics(folder)[-1]
     assert line["train/reward"] == pytest.approx(1 - line["grade/malformed_fraction"])
@@ -227,7 +227,7 @@ def test_any_readable_answer_has_the_reward_of_the_format() -> None:
         {"name": "data", "train": [{"path": "a.jsonl", "grader": "random"}]},
     ],
 )
-def test_a_control_cannot_decide_what_is_correct(task: dict[str, Any]) -> None:
+def test_a_control_cannot_decide_what_is_correct(task):
     with pytest.raises(
         ConfigError, match="is a control, which cannot decide what is correct; --grader"
     ) as raised:

@@ -130,7 +130,7 @@ def test_joined_messages_have_the_token_ids_of_a_run(tmp_path, special):
     tokenizer.save_pretrained(model)
     config = resolve([SMALL, {"model": {"path": str(model)}}])
     template = verl_files.chat_template(config, [QUESTION])
-    messages = verl_files._messages(QUESTION, join=True)
+    (messages,) = verl_files.problem_table("test", {"": [QUESTION]}, True)["prompt"].to_pylist()
     reread: Any = load_tokenizer(config.model)
     options = {"chat_template": template, "return_dict": False, "add_generation_prompt": True}
     ids = reread.apply_chat_template(messages, **options)

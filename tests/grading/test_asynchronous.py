@@ -74,7 +74,7 @@ def verdicts(pool: GraderPool, texts: list[str]) -> list[str]:
     return [grade.verdict for grade in grade(pool, texts)]
 
 
-def test_as_many_calls_as_configured_are_in_flight_in_one_process() -> None:
+def test_as_many_calls_as_configured_are_in_flight_in_one_process():
     with GraderPool(GradingConfig(concurrency=64, deadline=60)) as pool:
         assert verdicts(pool, ["together 64"] * 64) == [f"number-{number}" for number in range(64)]
         assert [len(item._workers) for item in pool._worker_pools.values()] == [1]
@@ -84,9 +84,7 @@ def test_as_many_calls_as_configured_are_in_flight_in_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_an_exception_is_retried_and_only_the_answer_of_the_last_one_fails(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_exception_is_retried_and_only_the_answer_of_the_last_one_fails(caplog):
     """Also for a value that is no grade, and for sys.exit, which is not retried."""
     failing = ["fail 3", "return 'x'", "return float('nan')", "return None", "exit"]
     texts = ["right", "fail 2", *failing, "thread"]
@@ -104,7 +102,7 @@ def test_an_exception_is_retried_and_only_the_answer_of_the_last_one_fails(
 
 
 @pytest.mark.slow
-def test_a_call_ends_at_its_deadline_and_counts_as_failed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_ends_at_its_deadline_and_counts_as_failed(caplog):
     with GraderPool(GradingConfig(deadline=2, retries=9)) as pool:
         # The waits before retries 1, 2, ... of the last one are 0.01, 0.02, ... s: they pass the deadline.
         assert verdicts(pool, ["wait", "stubborn", "right", "fail 99"]) == [
@@ -121,7 +119,7 @@ def test_a_call_ends_at_its_deadline_and_counts_as_failed(caplog: pytest.LogCapt
 
 
 @pytest.mark.slow
-def test_signatures_with_lists_are_awaited_and_several_calls_are_in_flight() -> None:
+def test_signatures_with_lists_are_awaited_and_several_calls_are_in_flight():
     with GraderPool(GradingConfig(batch=1, deadline=60)) as pool:
         texts = ["four", "none", "x"]
         problems = [problem("trl:async_rewards:trl", level=1)] * 3
@@ -134,7 +132,7 @@ def test_signatures_with_lists_are_awaited_and_several_calls_are_in_flight() -> 
         assert used == {"trl:async_rewards:trl", "verl:async_rewards:callable_"}
 
 
-def test_answers_that_are_submitted_later_are_graded_while_a_call_waits() -> None:
+def test_answers_that_are_submitted_later_are_graded_while_a_call_waits():
     """As while sampling: the call of the first group ends only after the one of the second group has run."""
     with GraderPool(GradingConfig(deadline=600)) as pool:
         waits = [pool.begin([problem()], [text]) for text in ("wait a", "wait b")]
@@ -147,9 +145,7 @@ def test_answers_that_are_submitted_later_are_graded_while_a_call_waits() -> Non
 
 
 @pytest.mark.slow
-def test_a_blocked_loop_or_an_exit_fails_the_calls_in_flight_and_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_blocked_loop_or_an_exit_fails_the_calls_in_flight_and_no_other(monkeypatch):
     monkeypatch.setattr(workers, "LOOP_MARGIN_S", 0.5)
     with GraderPool(GradingConfig(concurrency=2, deadline=0.5)) as pool:
         assert verdicts(pool, ["block", "wait", "right"]) == ["timeout", "timeout", "call-1"]
@@ -167,7 +163,7 @@ def replies() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_example_grades_and_a_judge_that_fails_gives_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_grades_and_a_judge_that_fails_gives_no_reward(monkeypatch):
     table, closing = replies(), threading.Event()
 
     def reply(text: str) -> Reply:
@@ -175,7 +171,7 @@ def test_the_example_grades_and_a_judge_that_fails_gives_no_reward(monkeypatch: 
             closing.wait()
         time.sleep(0.3 * (text == "slow"))
         values = table.get(text, [500])
-        return values.pop(0) if len(values) > 1 else values[0]  # type: ignore[no-any-return]
+        return values.pop(0) if len(values) > 1 else values[0]
 
     expected = {
         "good": ("judge-5", 1.0), "half": ("judge-3", 0.6), "flaky": ("judge-0", 0.0), "slow": ("judge-5", 1.0),
@@ -197,7 +193,7 @@ def test_the_example_grades_and_a_judge_that_fails_gives_no_reward(monkeypatch: 
     assert (use.graded, use.failed) == (10, 5)
 
 
-def test_verdicts_of_the_example() -> None:
+def test_verdicts_of_the_example():
     for reply in ("", "5", "Verdict: 10", "Verdict: 3.5", "verdict five"):
         with pytest.raises(ValueError, match="no verdict"):
             example.parse_verdict(reply)
@@ -205,7 +201,7 @@ def test_verdicts_of_the_example() -> None:
 
 
 @pytest.mark.slow
-def test_a_trial_call_fails_in_one_line_that_says_what_to_do() -> None:
+def test_a_trial_call_fails_in_one_line_that_says_what_to_do():
     (problem_,), config = [problem()], GradingConfig(retries=1, deadline=0.3)
     check_grader(problem_.grader, [problem_], config)
     Path("broken_judge.py").write_text(

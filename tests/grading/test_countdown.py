@@ -17,7 +17,7 @@ VERDICTS = {
 }  # fmt: skip
 
 
-def test_verdicts() -> None:
+def test_verdicts():
     for verdict, texts in VERDICTS.items():
         right = verdict == "correct"
         for text in texts:
@@ -48,12 +48,12 @@ EXPRESSIONS = st.recursive(
 
 
 @given(EXPRESSIONS.filter(lambda text: len(text) <= MAX_CHARS))
-def test_value_and_numbers_equal_those_of_python(text: str) -> None:
+def test_value_and_numbers_equal_those_of_python(text):
     assert evaluate_expression(text) == value_and_numbers(text)
 
 
 @given(st.text(alphabet="0123456789+-*() ", max_size=12))
-def test_accepts_exactly_the_expressions_of_the_grammar_with_equal_values(text: str) -> None:
+def test_accepts_exactly_the_expressions_of_the_grammar_with_equal_values(text):
     expected = value_and_numbers(text.strip()) if is_expression(text) else None
     assert evaluate_expression(text) == expected
 
@@ -64,12 +64,12 @@ MALFORMED = """
 """
 
 
-def test_malformed_texts() -> None:
+def test_malformed_texts():
     for text in ["", " ", "1 2", "1\n+2", "0 0", *MALFORMED.split()]:
         assert evaluate_expression(text) is None, text
 
 
-def test_depth_is_not_limited_below_the_longest_text() -> None:
+def test_depth_is_not_limited_below_the_longest_text():
     assert evaluate_expression("(" * 127 + "1" + ")" * 127) == (1, [1])
     assert evaluate_expression("1+(" * 63 + "1" + ")" * 63) == (64, [1] * 64)
 
@@ -79,6 +79,6 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_hostile_texts_are_rejected() -> None:
+def test_hostile_texts_are_rejected():
     """Without the limit of the length, or with a regular expression that backtracks, they would take hours."""
     assert {evaluate_expression(text) for text in HOSTILE} == {None}

@@ -45,7 +45,7 @@ def problem(id_: str, grader: str = "slow_grader:judge") -> Problem:
 
 
 @pytest.mark.slow
-def test_slow_answer_in_a_worker_is_named_at_doubling_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_answer_in_a_worker_is_named_at_doubling_intervals(monkeypatch):
     with GraderPool(GradingConfig(workers=1, deadline=600)) as pool:
         pool.grade([problem("warm")], ["quick"])  # the import is not part of the observed batch
         lines = release_after(4, monkeypatch)
@@ -58,7 +58,7 @@ def test_slow_answer_in_a_worker_is_named_at_doubling_intervals(monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_slow_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_import_is_named(monkeypatch):
     waiting = "waiting for the import of grader 'slow_import:judge', for"
     lines = release_after(4, monkeypatch)
     with GraderPool(GradingConfig(workers=1)) as pool:
@@ -69,9 +69,7 @@ def test_slow_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0] == f"{waiting} 0.05 s so far"
 
 
-def test_slow_python_code_in_this_process_is_named_in_one_printable_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slow_python_code_in_this_process_is_named_in_one_printable_line(monkeypatch):
     lines = release_after(1, monkeypatch)
 
     def busy(problem: Problem, text: str) -> Grade:
@@ -87,9 +85,7 @@ def test_slow_python_code_in_this_process_is_named_in_one_printable_line(
     assert len(lines[0]) < 300
 
 
-def test_quick_batches_give_no_warning_and_leave_no_thread(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_quick_batches_give_no_warning_and_leave_no_thread(monkeypatch, caplog):
     monkeypatch.setattr(pool_module, "DELAY_NOTICE_S", 600)
     threads = threading.active_count()
     with GraderPool(GradingConfig()) as pool:

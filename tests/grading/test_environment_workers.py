@@ -89,7 +89,7 @@ def executed() -> Iterator[tuple[str, int, int]]:
 
 
 @pytest.mark.slow
-def test_each_step_is_executed_once_by_the_worker_of_its_conversation() -> None:
+def test_each_step_is_executed_once_by_the_worker_of_its_conversation():
     with closing(environments(size=4)) as pool:
         for turn in range(1, 7):
             calls = [step(number, ["0.001"] * turn, is_end=turn == 6) for number in range(32)]
@@ -104,7 +104,7 @@ def test_each_step_is_executed_once_by_the_worker_of_its_conversation() -> None:
 
 
 @pytest.mark.slow
-def test_after_a_death_another_worker_repeats_the_steps_each_within_the_deadline() -> None:
+def test_after_a_death_another_worker_repeats_the_steps_each_within_the_deadline():
     """Six steps and the reset of 0.5 s exceed the deadline of 2 s together."""
     turns = ["0.5"] * 6
     with closing(environments(deadline=2.0)) as pool:
@@ -118,7 +118,7 @@ def test_after_a_death_another_worker_repeats_the_steps_each_within_the_deadline
 
 
 @pytest.mark.slow
-def test_a_step_that_exceeds_the_deadline_ends_its_conversation_alone() -> None:
+def test_a_step_that_exceeds_the_deadline_ends_its_conversation_alone():
     """The others of its worker continue with another one, though their steps take longer than the deadline together."""
     with closing(environments(deadline=1.0)) as pool:
         results(pool, [step(number, ["0.4", "0.4"]) for number in range(2)])
@@ -129,7 +129,7 @@ def test_a_step_that_exceeds_the_deadline_ends_its_conversation_alone() -> None:
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("killed", [2, 1])
-def test_the_death_of_an_idle_worker_affects_no_call(killed: int) -> None:
+def test_the_death_of_an_idle_worker_affects_no_call(killed):
     with closing(ToolPool(["worker_turns:pid"], GradingConfig(workers=2))) as pool:
         while not pool._workers or not all(worker.ready for worker in pool._workers):
             pool.poll(0.1)
@@ -138,7 +138,7 @@ def test_the_death_of_an_idle_worker_affects_no_call(killed: int) -> None:
     assert [reply["failed"] for reply in replies] == [False] * 8
 
 
-def test_a_closed_pool_ends_the_thread_that_polls_and_starts_no_worker() -> None:
+def test_a_closed_pool_ends_the_thread_that_polls_and_starts_no_worker():
     pool, errors = environments(), []
     pool.submit([step(0, ["60"])], ["p"], [[0]])
 
@@ -165,7 +165,7 @@ def test_a_closed_pool_ends_the_thread_that_polls_and_starts_no_worker() -> None
     assert [worker.code for worker in workers] == [-signal.SIGKILL]
 
 
-def test_a_reward_that_is_no_finite_number_is_a_failure() -> None:
+def test_a_reward_that_is_no_finite_number_is_a_failure():
     values = ["float('nan')", "-float('inf')", "None", "'1'", "lambda: float('nan')", "3"]
     with closing(environments("Returns")) as pool:
         *bad, good = results(pool, [step(i, [f"reward {value}"]) for i, value in enumerate(values)])
@@ -175,7 +175,7 @@ def test_a_reward_that_is_no_finite_number_is_a_failure() -> None:
     assert good["reward"] == 3.0
 
 
-def test_what_a_step_returns_is_checked() -> None:
+def test_what_a_step_returns_is_checked():
     one = {"role": "user", "content": "1="}
     good = {repr(one): [one], repr((one, "2")): [one, {"role": "user", "content": "2"}], repr("1="): [one]}
     bad = ["5", "[]", "b'text'", "{'text': '1='}", "['a', 5]", "{'role': 5, 'content': ''}", "{'a', 'b'}"]
@@ -190,7 +190,7 @@ def test_what_a_step_returns_is_checked() -> None:
 
 
 @pytest.mark.slow
-def test_the_system_message_of_a_problem_stays_before_the_first_messages() -> None:
+def test_the_system_message_of_a_problem_stays_before_the_first_messages():
     user, system = Message("user", "q?"), Message("system", "Be brief.")
     plain, framed = (Problem("p", prompt, "1", "data", "math") for prompt in ((user,), (system, user)))
     pool = partial(first_messages, "worker_turns:Returns", GradingConfig(workers=1))

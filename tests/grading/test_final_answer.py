@@ -24,7 +24,7 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-def test_final_answers_in_known_forms() -> None:
+def test_final_answers_in_known_forms():
     assert [(text, final_answer(text)) for text, _ in ANSWERS] == ANSWERS
 
 
@@ -36,17 +36,17 @@ NO_ANSWERS = [
 ]  # fmt: skip
 
 
-def test_texts_without_a_final_answer() -> None:
+def test_texts_without_a_final_answer():
     assert {final_answer(text) for text in NO_ANSWERS} == {None}
 
 
-def test_only_the_end_of_a_text_is_searched() -> None:
+def test_only_the_end_of_a_text_is_searched():
     assert final_answer("Answer: 5\n" + "x" * (MAX_CHARS - 10)) == "5"
     assert final_answer("Answer: 5\n" + "x" * MAX_CHARS) is None
 
 
 @given(st.text(alphabet="{}\\ab", max_size=30))
-def test_braces_are_balanced_as_by_a_simple_counter(inside: str) -> None:
+def test_braces_are_balanced_as_by_a_simple_counter(inside):
     def closes_at(text: str) -> int | None:
         depth, position = 1, 0
         while position < len(text):
@@ -65,6 +65,6 @@ def test_braces_are_balanced_as_by_a_simple_counter(inside: str) -> None:
 
 @pytest.mark.slow
 @given(st.text(), st.sampled_from(["", "Answer: ", "\\boxed{", "#### "]), st.text())
-def test_any_text_is_accepted(before: str, marker: str, after: str) -> None:
+def test_any_text_is_accepted(before, marker, after):
     answer = final_answer(before + marker + after)
     assert answer is None or (answer and unwrap(answer) == answer)

@@ -120,7 +120,7 @@ def verdicts(pool: GraderPool, gold: str, answers: list[str]) -> dict[str, str]:
 
 @pytest.mark.slow_after(12)
 @pytest.mark.parametrize("line", KINDS.strip().replace("\n    ", " ").splitlines())
-def test_equal_variants_are_correct_and_near_misses_are_wrong(pool: GraderPool, line: str) -> None:
+def test_equal_variants_are_correct_and_near_misses_are_wrong(pool, line):
     gold, equal, *different = re.split(" == | != ", line)
     expected = dict.fromkeys([gold, *equal.split(" | ")], "correct")
     expected |= dict.fromkeys(" | ".join(different).split(" | ") if different else (), "wrong")
@@ -128,7 +128,7 @@ def test_equal_variants_are_correct_and_near_misses_are_wrong(pool: GraderPool, 
 
 
 @pytest.mark.parametrize("grader", ["math", "number"])
-def test_no_answer_in_the_required_form_is_malformed(pool: GraderPool, grader: str) -> None:
+def test_no_answer_in_the_required_form_is_malformed(pool, grader):
     texts = ["", "5", "the answer is 5", "\\boxed{5", "Answer:", f"Answer: {'5+' * 600}5"]
     grades = pool.grade([Problem("p", "", "5", "test", grader)] * len(texts), texts)
     assert {(grade.verdict, grade.reward, grade.correct) for grade in grades} == {("malformed", 0.0, False)}
@@ -141,7 +141,7 @@ NUMBERS = [
 ]  # fmt: skip
 
 
-def test_number_grader() -> None:
+def test_number_grader():
     problems = [Problem("p", "", gold, "test", "number") for gold, _, _ in NUMBERS]
     with GraderPool(GradingConfig()) as pool:
         grades = pool.grade(problems, [f"Answer: {answer}" for _, answer, _ in NUMBERS])
@@ -149,7 +149,7 @@ def test_number_grader() -> None:
     assert [grade.verdict for grade in grades] == [verdict for _, _, verdict in NUMBERS]
 
 
-def test_limits_are_as_documented(pool: GraderPool) -> None:
+def test_limits_are_as_documented(pool):
     assert [verdicts(pool, gold, [answer])[answer] for gold, answer in MISSED] == ["wrong"] * len(MISSED)
     accepted = [verdicts(pool, gold, [answer])[answer] for gold, answer in ACCEPTED]
     assert accepted == ["correct"] * len(ACCEPTED)
@@ -168,7 +168,7 @@ NOT_REMARKS = r"""
 
 
 @pytest.mark.parametrize("grader", ["math", "number"])
-def test_only_a_remark_after_a_number_is_not_part_of_the_answer(pool: GraderPool, grader: str) -> None:
+def test_only_a_remark_after_a_number_is_not_part_of_the_answer(pool, grader):
     others = [*REMARKS_OF_17, *re.split(r" \| |\n", NOT_REMARKS.strip())]
     texts = [f"Answer: {text}" for text in (*REMARKS, *others)]
     grades = pool.grade([Problem("p", "", "18", "test", grader)] * len(texts), texts)
@@ -253,7 +253,7 @@ def pairs() -> list[tuple[str, str, bool]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_verdicts_are_those_of_a_reader(pool: GraderPool, form: str) -> None:
+def test_verdicts_are_those_of_a_reader(pool, form):
     table = pairs()
     assert len(table) >= 200
     problems = [Problem("p", "", gold, "test", "math") for gold, _, _ in table]
@@ -265,7 +265,7 @@ def test_verdicts_are_those_of_a_reader(pool: GraderPool, form: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED.is_file(), reason="no grader_math_pairs.jsonl here")
-def test_judged_pairs_of_many_kinds() -> None:
+def test_judged_pairs_of_many_kinds():
     rows = [json.loads(line) for line in SHARED.read_text("utf-8").splitlines()]
     problems = [Problem(f"p{index}", "", row["gold"], "test", "math") for index, row in enumerate(rows)]
     with GraderPool(GradingConfig(deadline=20)) as pool:

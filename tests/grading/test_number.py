@@ -1,7 +1,6 @@
 """Plain numbers and units: the usual notations are read in linear time, compared exactly, and other texts rejected."""
 
 import re
-from decimal import Decimal
 from fractions import Fraction
 
 from hypothesis import assume, given
@@ -51,13 +50,13 @@ def read(text: str) -> Number:
     return number
 
 
-def test_read_plain_numbers() -> None:
+def test_read_plain_numbers():
     for line in NUMBERS.strip().splitlines():
         value, _, texts = line.partition(": ")
         assert {read(text).value for text in texts.split(" | ")} == {Fraction(value)}, line
 
 
-def test_other_texts_are_not_plain_numbers() -> None:
+def test_other_texts_are_not_plain_numbers():
     for text in ("", " ", *re.split(r" \| |\n", OTHER_TEXTS.strip())):
         assert read_number(text) is None, text
     assert read_number("9" * MAX_ANSWER_CHARS) is not None
@@ -65,13 +64,13 @@ def test_other_texts_are_not_plain_numbers() -> None:
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**30), max_value=10**30))
-def test_decimals_equal_those_of_python(value: Decimal) -> None:
+def test_decimals_equal_those_of_python(value):
     for text in (str(value), f"{value:f}", f"{value:,f}"):
         assert read(text).value == Fraction(value)
 
 
 @given(st.text(alphabet="0123456789.,-+/$%{}\\^ eEx*×frac", max_size=20), st.text(max_size=5))
-def test_surrounding_spaces_are_ignored(text: str, tail: str) -> None:
+def test_surrounding_spaces_are_ignored(text, tail):
     bare = (text + tail).strip()
     assume(not bare.endswith("\\"))  # a backslash and a space are a LaTeX space
     assert read_number(f"  {text}{tail} ") == read_number(bare)
@@ -84,7 +83,7 @@ ROUNDED = "1/3|0.333333 -2/3|-0.666667"
 NOT_ROUNDED = "1/3|0.33333 1/3|0.333334 1/300000|0.000003 0.333333|0.3333333 1000001/3|333334"
 
 
-def test_equality_and_fractions_that_round_to_a_decimal_of_six_digits() -> None:
+def test_equality_and_fractions_that_round_to_a_decimal_of_six_digits():
     for function, equal_pairs, other_pairs in ((equal, EQUAL, DIFFERENT), (rounds_to, ROUNDED, NOT_ROUNDED)):
         for pairs, expected in ((equal_pairs, True), (other_pairs, False)):
             for pair in pairs.split():
@@ -99,7 +98,7 @@ FORMS_OF_18 = [
 OTHER_UNITS = ["18 km", "18 cm^2", "18 kg", "€18", "18 cents"]
 
 
-def test_number_reads_punctuation_units_and_fractions() -> None:
+def test_number_reads_punctuation_units_and_fractions():
     assert {grade_number(of_answer("18"), f"Answer: {text}") for text in FORMS_OF_18} == {CORRECT}
     for reference, text in (
         ("1.5", "1½"),
@@ -122,7 +121,7 @@ def of_answer(answer: str) -> Problem:
 SENTENCE = " apples whereas the total number, "
 
 
-def test_long_text_that_is_not_a_unit_is_rejected_without_backtracking() -> None:
+def test_long_text_that_is_not_a_unit_is_rejected_without_backtracking():
     """With backtracking it would take hours."""
     for text in (f" {'a' * 200_000},", " word" * 40_000 + "5", " a^2" * 40_000 + "^", SENTENCE * 6_000):
         assert read_unit(text) is None
@@ -132,7 +131,7 @@ def test_long_text_that_is_not_a_unit_is_rejected_without_backtracking() -> None
 PENS = r"5000 pens should be produced for a cost of $\$ 200$."
 
 
-def test_sentence_after_a_number_goes_to_the_symbolic_comparison() -> None:
+def test_sentence_after_a_number_goes_to_the_symbolic_comparison():
     words = "5" + " some words that go on" * 40 + "!"
     sentence = f"5{SENTENCE}grows"
     cases = [(PENS, "5000"), (PENS, r"\boxed{200}"), (sentence, "7"), ("7", sentence), ("7", words)]

@@ -93,7 +93,7 @@ def verdicts(pool: GraderPool, texts: list[str], **extra: object) -> list[str]:
     return [grade.verdict for grade in pool.grade([problem(**extra)] * len(texts), texts)]
 
 
-def test_function_gets_text_answer_and_extra_in_order_also_beside_other_graders(pool: GraderPool) -> None:
+def test_function_gets_text_answer_and_extra_in_order_also_beside_other_graders(pool):
     check_grader("custom_grader:judge")
     texts = ["right" if index % 3 else "left" for index in range(200)]
     assert verdicts(pool, texts) == ["correct" if text == "right" else "wrong" for text in texts]
@@ -119,7 +119,7 @@ None | 'correct' | 2 | -0.1 | math.nan | math.inf | [1] | {} | {'score': None} |
 """
 
 
-def test_return_values_are_grades_or_grader_errors(pool: GraderPool) -> None:
+def test_return_values_are_grades_or_grader_errors(pool):
     grades = pool.grade([problem()] * len(RESULTS), [f"results{result}" for result in RESULTS])
     assert dict(zip(RESULTS, grades, strict=True)) == RESULTS
     assert not any(use.error for use in pool.uses.values())
@@ -139,7 +139,7 @@ ERRORS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("texts", ERRORS)
-def test_error_or_exit_affects_only_that_answer(texts: str) -> None:
+def test_error_or_exit_affects_only_that_answer(texts):
     with GraderPool(GradingConfig(workers=1, deadline=20, memory_gb=0.5)) as pool:
         failing = texts.split()
         expected = ["correct", *["grader-error"] * len(failing), "correct", "wrong"]
@@ -147,9 +147,7 @@ def test_error_or_exit_affects_only_that_answer(texts: str) -> None:
         assert pool.uses["custom_grader:judge"].error.startswith(ERRORS[texts])
 
 
-def test_what_a_grader_prints_is_limited_and_escaped(
-    pool: GraderPool, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_grader_prints_is_limited_and_escaped(pool, capfd, caplog):
     """20 MB for each of four answers."""
     assert verdicts(pool, ["flood"] * 4) == ["wrong"] * 4
     printed = capfd.readouterr().err
@@ -161,7 +159,7 @@ def test_what_a_grader_prints_is_limited_and_escaped(
 
 
 @pytest.mark.slow
-def test_deadline_counts_neither_the_import_nor_idle_time_nor_queued_answers() -> None:
+def test_deadline_counts_neither_the_import_nor_idle_time_nor_queued_answers():
     Path("custom_grader.py").write_text(f"import time\ntime.sleep(0.6)\n{CUSTOM_GRADER}")
     sleeping = problem(function="sleep")
     with GraderPool(GradingConfig(workers=1, deadline=0.5, timeout_reward="wrong")) as pool:
@@ -175,7 +173,7 @@ def test_deadline_counts_neither_the_import_nor_idle_time_nor_queued_answers() -
 
 
 @pytest.mark.slow
-def test_a_timeout_has_no_reward_and_kills_the_child_processes_too(tmp_path: Path) -> None:
+def test_a_timeout_has_no_reward_and_kills_the_child_processes_too(tmp_path):
     note = tmp_path / "pid"
     with GraderPool(GradingConfig(workers=1, deadline=1)) as pool:
         (grade,) = pool.grade([problem(file=str(note))], ["child"])
@@ -184,7 +182,7 @@ def test_a_timeout_has_no_reward_and_kills_the_child_processes_too(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_any_text_arrives_unchanged() -> None:
+def test_any_text_arrives_unchanged():
     odd = "a\x00b\n\r\u2028\ud800\udfff\\\"'" * 1000
     texts = ["x" * 1_000_000, "\u202eµ\U0001f600" * 50_000, odd, "\n" * 100_000] * 2
     # Megabytes take seconds on a busy machine.
@@ -193,7 +191,7 @@ def test_any_text_arrives_unchanged() -> None:
     assert {grade.verdict for grade in grades} == {"correct"}
 
 
-def test_workers_persist_between_calls_until_close_and_import_little(pool: GraderPool) -> None:
+def test_workers_persist_between_calls_until_close_and_import_little(pool):
     assert verdicts(pool, ["modules"]) == ["none"]
     [first], [second] = verdicts(pool, ["pid"]), verdicts(pool, ["pid"])
     assert first == second
@@ -228,7 +226,7 @@ SHORT_ALARM = "import bandpo_cli.grading.calls_and_retries as process\nprocess.A
 @pytest.mark.parametrize(
     ("doing", "with_signal"), [("busy", 9), ("calling", 9), ("idle", 2), ("ending", None)]
 )
-def test_workers_exit_with_their_parent(doing: str, with_signal: int | None, tmp_path: Path) -> None:
+def test_workers_exit_with_their_parent(doing, with_signal, tmp_path):
     # A script with code at its top level: a worker that imports it would start further workers.
     (tmp_path / "script.py").write_text(PARENT)
     (tmp_path / "custom_grader.py").write_text(SHORT_ALARM + CUSTOM_GRADER)
@@ -238,7 +236,6 @@ def test_workers_exit_with_their_parent(doing: str, with_signal: int | None, tmp
     with subprocess.Popen(
         [sys.executable, "script.py", doing], env=environment, cwd=tmp_path, **pipes
     ) as parent:
-        assert parent.stdout is not None
         assert parent.stdout.readline() == "imported\n"
         worker = int(parent.stdout.readline())
         if with_signal:
@@ -260,7 +257,7 @@ UNUSABLE = {
 
 
 @pytest.mark.slow
-def test_unusable_grader_is_reported_in_one_line(pool: GraderPool) -> None:
+def test_unusable_grader_is_reported_in_one_line(pool):
     for name, message in UNUSABLE.items():
         with pytest.raises(ConfigError, match=message):
             check_grader(name)
@@ -269,7 +266,7 @@ def test_unusable_grader_is_reported_in_one_line(pool: GraderPool) -> None:
 
 
 @pytest.mark.slow
-def test_hostile_answers_are_never_correct_and_do_not_break_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_answers_are_never_correct_and_do_not_break_the_pool(monkeypatch):
     """Each hostile answer is followed by an ordinary answer, which the worker grades once."""
     calls: list[int] = []
     submit = pool_module.GraderWorkers.submit
@@ -297,7 +294,7 @@ def test_hostile_answers_are_never_correct_and_do_not_break_the_pool(monkeypatch
 
 
 @pytest.mark.parametrize("grader", ["number", "countdown", "gsm8k"])
-def test_graders_without_workers_handle_hostile_answers(grader: str) -> None:
+def test_graders_without_workers_handle_hostile_answers(grader):
     problem = Problem("five", "", "5", "test", grader, {"numbers": "2 3"})
     with GraderPool(GradingConfig()) as pool:
         grades = pool.grade([problem] * len(HOSTILE), HOSTILE)
@@ -305,7 +302,7 @@ def test_graders_without_workers_handle_hostile_answers(grader: str) -> None:
     assert {grade.verdict for grade in grades} <= {"wrong", "malformed", "wrong-numbers", "wrong-value"}
 
 
-def test_a_worker_without_proc_has_no_memory_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_worker_without_proc_has_no_memory_limit(monkeypatch, tmp_path):
     limits: list[int] = []
     monkeypatch.setattr(calls_and_retries.resource, "setrlimit", lambda kind, _: limits.append(kind))
     calls_and_retries._limit_memory(2.0)

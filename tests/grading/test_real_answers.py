@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.config.task import Source
-from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.tasks.question_answers import load_questions
 from bandpo_cli.types import Problem
 
@@ -31,8 +30,8 @@ def load(file: str, name: str | None = None) -> list[Problem]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "name", "count", "first_answers"), SETS)
 def test_references_are_correct_for_their_own_problem_and_wrong_for_another(
-    pool: GraderPool, file: str, name: str, count: int, first_answers: list[str]
-) -> None:
+    pool, file, name, count, first_answers
+):
     problems = load(file)
     golds = [problem.answer for problem in problems]
     usual = [problem.answer for problem in load(file, name)]

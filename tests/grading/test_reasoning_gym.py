@@ -38,7 +38,7 @@ def tagged(answer: object) -> str:
 
 
 @pytest.mark.slow
-def test_the_grade_is_the_library_s_score(pool: GraderPool) -> None:
+def test_the_grade_is_the_library_s_score(pool):
     for name in FIVE:
         entry, data = entry_of(name), reasoning_gym.create_dataset(name)
         right = entry["answer"] or json.dumps(entry["metadata"]["possible_answer"])
@@ -54,7 +54,7 @@ def test_the_grade_is_the_library_s_score(pool: GraderPool) -> None:
 
 
 @pytest.mark.slow
-def test_a_score_above_1_by_rounding_is_correct(pool: GraderPool) -> None:
+def test_a_score_above_1_by_rounding_is_correct(pool):
     """For this word the library's score of its own doubled answer is 1.0000000000000002."""
     data = reasoning_gym.create_dataset("spell_backward", seed=0, size=50)
     scores = [data.score_answer(2 * entry["answer"], entry) for entry in data]
@@ -63,7 +63,7 @@ def test_a_score_above_1_by_rounding_is_correct(pool: GraderPool) -> None:
     assert pool.grade([problem("spell_backward", entry)], [tagged(2 * entry["answer"])]) == [CORRECT]
 
 
-def test_options_reach_the_scorer(pool: GraderPool) -> None:
+def test_options_reach_the_scorer(pool):
     """puzzle24 accepts numbers up to its option max_value."""
     entry = entry_of("puzzle24")
     problems = [problem("puzzle24", entry, options) for options in ('{"max_value": 9}', "{}")]
@@ -72,7 +72,7 @@ def test_options_reach_the_scorer(pool: GraderPool) -> None:
 
 
 @pytest.mark.slow
-def test_tuples_of_a_problem_are_kept(pool: GraderPool) -> None:
+def test_tuples_of_a_problem_are_kept(pool):
     """arc_agi compares tuples: after a conversion to JSON its own reference would score 0.05."""
     entry = entry_of("arc_agi")
     data = reasoning_gym.create_dataset("arc_agi")
@@ -80,7 +80,7 @@ def test_tuples_of_a_problem_are_kept(pool: GraderPool) -> None:
     assert pool.grade([problem("arc_agi", entry)], [tagged(entry["answer"])]) == [CORRECT]
 
 
-def test_a_problem_that_the_scorer_cannot_read_is_a_grader_error(pool: GraderPool) -> None:
+def test_a_problem_that_the_scorer_cannot_read_is_a_grader_error(pool):
     """Errors of the scorer count as malformed answers only if it accepts the reference."""
     entry = entry_of("prime_factorization")
     broken = entry | {"answer": "2 x"}
@@ -96,7 +96,7 @@ def test_a_problem_that_the_scorer_cannot_read_is_a_grader_error(pool: GraderPoo
         assert "generator" in other.uses["reasoning-gym"].error
 
 
-def test_extraction_agrees_with_the_library_on_random_texts() -> None:
+def test_extraction_agrees_with_the_library_on_random_texts():
     from reasoning_gym.utils import extract_answer
 
     rng = random.Random(0)
@@ -109,7 +109,7 @@ def test_extraction_agrees_with_the_library_on_random_texts() -> None:
     assert len(set(answers.values())) > 50
 
 
-def test_extraction_takes_linear_time_and_long_answers_are_malformed_without_a_worker() -> None:
+def test_extraction_takes_linear_time_and_long_answers_are_malformed_without_a_worker():
     """The regular expression of the library takes minutes for a million opening tags; a test times out there."""
     assert tagged_answer("<answer>" * 1_000_000) is None
     with GraderPool(GradingConfig()) as pool:
@@ -118,7 +118,7 @@ def test_extraction_takes_linear_time_and_long_answers_are_malformed_without_a_w
         assert not pool._worker_pools
 
 
-def test_votes_are_the_answers_with_single_spaces() -> None:
+def test_votes_are_the_answers_with_single_spaces():
     assert voted_answer("<answer>1  0\n1 1</answer>", "reasoning-gym") == "1 0 1 1"
     for text in ("Answer: 4", "<answer> </answer>", f"<answer>{'1' * 30_000}</answer>"):
         assert voted_answer(text, "reasoning-gym") is None
@@ -136,7 +136,7 @@ EVALUATING = ("n_queens", "spiral_matrix", "string_insertion", "binary_matrix", 
 """The generators of this version whose scorers evaluate the answer."""
 
 
-def test_the_library_alone_executes_answers(tmp_path: Path) -> None:
+def test_the_library_alone_executes_answers(tmp_path):
     """The tests below can fail: the same text creates the file when the library scores it."""
     path = tmp_path / "executed"
     data = reasoning_gym.create_dataset("n_queens")
@@ -145,7 +145,7 @@ def test_the_library_alone_executes_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_answer_is_executed(pool: GraderPool, tmp_path: Path) -> None:
+def test_no_answer_is_executed(pool, tmp_path):
     path = tmp_path / "executed"
     problems = [problem(name, entry_of(name)) for name in EVALUATING for _ in PAYLOADS]
     texts = [tagged(payload.format(path=str(path))) for _ in EVALUATING for payload in PAYLOADS]
@@ -155,7 +155,7 @@ def test_no_answer_is_executed(pool: GraderPool, tmp_path: Path) -> None:
     assert {grade.verdict for grade in grades} <= {"wrong", "malformed"}
 
 
-def test_no_field_of_a_problem_is_executed(pool: GraderPool, tmp_path: Path) -> None:
+def test_no_field_of_a_problem_is_executed(pool, tmp_path):
     """A table of completions may come from anyone, with its problems; some scorers evaluate fields of the problem."""
     path = tmp_path / "executed"
     payload = PAYLOADS[0].format(path=str(path))
@@ -206,7 +206,7 @@ def check_replaced_calls() -> None:
 
 
 @pytest.mark.slow
-def test_every_call_that_evaluates_text_is_replaced() -> None:
+def test_every_call_that_evaluates_text_is_replaced():
     """In a forked process, because the replacement cannot be undone."""
     process = multiprocessing.get_context("fork").Process(target=check_replaced_calls)
     process.start()
@@ -215,7 +215,7 @@ def test_every_call_that_evaluates_text_is_replaced() -> None:
 
 
 @pytest.mark.slow
-def test_correct_answers_of_all_evaluating_scorers_pass_the_checks(pool: GraderPool) -> None:
+def test_correct_answers_of_all_evaluating_scorers_pass_the_checks(pool):
     """The allowed functions and operators are those that the library's answers need."""
     for name in (*EVALUATING, "bitwise_arithmetic", "number_sorting"):
         entry = entry_of(name)

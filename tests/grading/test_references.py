@@ -18,16 +18,14 @@ def problems(*answers: str, grader: str = "math") -> list[Problem]:
     return [Problem(f"p{index}", "", answer, "set", grader) for index, answer in enumerate(answers)]
 
 
-def test_numbers_and_words_need_no_worker() -> None:
+def test_numbers_and_words_need_no_worker():
     plain = problems("18", "1,234.5 dollars", "Monday", r"\text{no solution}", "B", "½", "18 cm")
     with patch.object(references, "GraderWorkers", side_effect=AssertionError("a worker is spawned")):
         assert unparsed_references(plain, GradingConfig()) is None
 
 
 @pytest.mark.slow
-def test_references_that_cannot_be_parsed_are_counted_and_the_first_are_shown(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_references_that_cannot_be_parsed_are_counted_and_the_first_are_shown(caplog):
     read = ["√2", "x**2+1", "2 pi", r"\frac{1}{2}x", "x=1, y=2", r"\ln 2"]
     assert unparsed_references(problems(*read), GradingConfig()) is None
     with caplog.at_level(logging.WARNING, "bandpo_cli"):
@@ -39,5 +37,4 @@ def test_references_that_cannot_be_parsed_are_counted_and_the_first_are_shown(
     ]
     with patch.object(references, "MAX_PARSED", 2):
         line = unparsed_references(problems(*UNPARSED), GradingConfig())
-    assert line is not None
     assert "2 of 2 references that are formulas cannot be parsed (a sample of 3 formulas)" in line

@@ -50,7 +50,7 @@ SUMS = [
 ]
 
 
-def test_the_reward_is_the_weighted_sum_and_the_verdict_that_of_the_first() -> None:
+def test_the_reward_is_the_weighted_sum_and_the_verdict_that_of_the_first():
     for grades, reward, values in SUMS:
         grade = weighted_grade([MATH, FORMAT, LENGTH], grades)
         assert (grade.reward, grade.has_reward) == (reward, True)
@@ -58,7 +58,7 @@ def test_the_reward_is_the_weighted_sum_and_the_verdict_that_of_the_first() -> N
         assert grade.components == dict(zip(("math", "in_tags", "long"), values, strict=True))
 
 
-def test_a_completion_has_no_reward_where_nothing_applies_or_a_component_failed() -> None:
+def test_a_completion_has_no_reward_where_nothing_applies_or_a_component_failed():
     """Without the failed component the sum is not comparable with the rewards of the group."""
     failed = [(CORRECT, TIMEOUT), (GRADER_ERROR, CORRECT), (NOT_APPLICABLE, GRADER_ERROR)]
     for grades in [(NOT_APPLICABLE, NOT_APPLICABLE), *failed]:
@@ -75,7 +75,7 @@ def test_a_completion_has_no_reward_where_nothing_applies_or_a_component_failed(
     )
 
 
-def test_each_component_grades_every_completion_and_the_first_may_be_the_problems_own() -> None:
+def test_each_component_grades_every_completion_and_the_first_may_be_the_problems_own():
     pool = Grades(number=[CORRECT, WRONG], mine_length=[partial(0.5), partial(1.0)])
     own = RewardComponent()
     grades = training_grader(pool, [own, LENGTH])([PROBLEM, PROBLEM], ["a", "b"])
@@ -85,7 +85,7 @@ def test_each_component_grades_every_completion_and_the_first_may_be_the_problem
     assert training_grader(pool, None)([PROBLEM, PROBLEM], ["a", "b"]) == [CORRECT, WRONG]
 
 
-def test_a_component_that_fails_on_every_answer_stops_the_run() -> None:
+def test_a_component_that_fails_on_every_answer_stops_the_run():
     pool = Grades(number=[CORRECT, WRONG], mine_length=[GRADER_ERROR, GRADER_ERROR])
     grade = training_grader(pool, [RewardComponent(), LENGTH])
     message = r"all 2 answers .*grader 'mine:length': KeyError: 'x'; once it works .*, --resume continues"
@@ -95,7 +95,7 @@ def test_a_component_that_fails_on_every_answer_stops_the_run() -> None:
     assert "'number'" not in str(error.value)
 
 
-def test_some_errors_or_timeouts_do_not_stop_the_run() -> None:
+def test_some_errors_or_timeouts_do_not_stop_the_run():
     verdicts = [[], ["timeout"], ["grader-error", "timeout"], ["grader-error", "wrong"], ["not-applicable"]]
     for step in verdicts:
         check_not_all_failed(step, ["a:b"] * len(step), [])

@@ -10,7 +10,6 @@ from bandpo_cli.grading.rewrites import (
     CHARACTERS,
     EXPRESSIONS,
     MAX_ANSWER_CHARS,
-    Replacement,
     list_items,
     named_values,
     readable,
@@ -21,7 +20,7 @@ from bandpo_cli.grading.rewrites import (
 
 
 @pytest.mark.parametrize("row", [*CHARACTERS, *EXPRESSIONS], ids=lambda row: row[2])
-def test_every_row_does_what_its_example_shows(row: tuple[str, Replacement, str, str]) -> None:
+def test_every_row_does_what_its_example_shows(row):
     pattern, replacement, example, result = row
     assert re.sub(pattern, replacement, example) == result
 
@@ -41,11 +40,11 @@ def test_every_row_does_what_its_example_shows(row: tuple[str, Replacement, str,
         (r"\alpha + \pi", r"\alpha + \pi"),
     ],
 )
-def test_readable_text(text: str, latex: str) -> None:
+def test_readable_text(text, latex):
     assert readable(text) == latex
 
 
-def test_latex_is_not_rewritten_twice() -> None:
+def test_latex_is_not_rewritten_twice():
     for row in EXPRESSIONS:
         once = readable(row[2])
         assert readable(once).replace(" ", "") == once.replace(" ", "")
@@ -56,7 +55,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-def test_answers_of_the_largest_size_are_rewritten() -> None:
+def test_answers_of_the_largest_size_are_rewritten():
     for piece in PIECES:
         text = (piece * MAX_ANSWER_CHARS)[:MAX_ANSWER_CHARS]
         for function in (tidy, readable, split, named_values, list_items, values_first, unit_of):
@@ -64,7 +63,7 @@ def test_answers_of_the_largest_size_are_rewritten() -> None:
     assert tidy("½" * (MAX_ANSWER_CHARS + 1)) == "½" * (MAX_ANSWER_CHARS + 1)
 
 
-def test_names_and_lists() -> None:
+def test_names_and_lists():
     assert named_values("x=1, y=2") == named_values("(x,y)=(1,2)") == {"x": "1", "y": "2"}
     assert named_values("x = 5") == named_values("1, 2") == named_values("x+y=1, x=2") == {}
     assert values_first("x_1=2, x_2=3") == values_first("x=2 or x=3") == "2, 3"
@@ -75,7 +74,7 @@ def test_names_and_lists() -> None:
     assert split(r"1 \text{ and } \{2, 3\}") == ["1", r"\{2, 3\}"]
 
 
-def test_units_of_one_kind_are_converted_and_others_differ() -> None:
+def test_units_of_one_kind_are_converted_and_others_differ():
     assert (
         conversion(unit_of("km"), unit_of("m"))
         == conversion(unit_of(" kilograms"), unit_of("g"))

@@ -71,9 +71,7 @@ def calls() -> list[object]:
     return [json.loads(line) for line in Path("calls.jsonl").read_text().splitlines()]
 
 
-def test_the_signature_is_recognised_by_the_names_of_the_parameters_and_asynchronous_functions_are_run() -> (
-    None
-):
+def test_the_signature_is_recognised_by_the_names_of_the_parameters_and_asynchronous_functions_are_run():
     for function in ["plain", "plain_async", "compute_score", "result_of"]:
         assert not load(function).batched
     for function in ["compute_scores", "reward", "without_kwargs", "reward_async"]:
@@ -82,7 +80,7 @@ def test_the_signature_is_recognised_by_the_names_of_the_parameters_and_asynchro
         assert load(function).grade([answer_of(problem(), "2")]) == [Grade(1.0, True, "correct")]
 
 
-def test_verl_gets_the_label_and_the_columns_of_the_row() -> None:
+def test_verl_gets_the_label_and_the_columns_of_the_row():
     for signature in ("", "verl:"):
         grader = load("compute_score", signature)
         assert grader.grade([answer_of(problem(level=3), "2")]) == [Grade(1.0, True, "correct")]
@@ -90,7 +88,7 @@ def test_verl_gets_the_label_and_the_columns_of_the_row() -> None:
     assert calls() == 2 * [["sums", "2", "2", {"level": 3}], ["sums", "3", "2", {}]]
 
 
-def test_verl_gets_the_values_of_a_row_in_its_own_layout() -> None:
+def test_verl_gets_the_values_of_a_row_in_its_own_layout():
     reward_model = {"style": "rule", "ground_truth": {"target": ["2", "two"]}}
     row = {"data_source": "openai/gsm8k", "reward_model": reward_model, "extra_info": {"index": 7}}
     load("compute_score").grade([answer_of(problem(**row), "2")])
@@ -99,7 +97,7 @@ def test_verl_gets_the_values_of_a_row_in_its_own_layout() -> None:
     assert calls() == [["openai/gsm8k", "2", {"target": ["2", "two"]}, {"index": 7}], names]
 
 
-def test_the_batch_form_of_verl_gets_lists() -> None:
+def test_the_batch_form_of_verl_gets_lists():
     answers = [answer_of(problem("p", level=1), "right"), answer_of(problem("q"), "wrong")]
     assert load("compute_scores").grade(answers) == [Grade(2.0, True, "correct"), Grade(-0.5, False, "wrong")]
     assert calls() == [[["sums", "sums"], ["right", "wrong"], ["2", "2"], [{"level": 1}, {}]]]
@@ -131,7 +129,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-def test_results_of_verl_and_trl() -> None:
+def test_results_of_verl_and_trl():
     for function in ("result_of", "results_of"):
         grade = load(function).grade
         for result, expected in RESULTS[function].items():
@@ -141,7 +139,7 @@ def test_results_of_verl_and_trl() -> None:
                 grade([answer_of(problem(), result)])
 
 
-def test_trl_gets_messages_and_every_column_once_per_completion() -> None:
+def test_trl_gets_messages_and_every_column_once_per_completion():
     first = problem("p", level=3, solution="1 + 1 = 2", prompt="raw")
     answers = [answer_of(first, "two"), answer_of(problem("q", level=4), "2")]
     assert load("reward").grade(answers) == [Grade(3.0, True, "correct"), Grade(1.0, True, "correct")]
@@ -151,7 +149,7 @@ def test_trl_gets_messages_and_every_column_once_per_completion() -> None:
     assert calls() == [[[prompt, prompt], completions, [3, 4], ["2", "2"], further]]
 
 
-def test_trl_gets_all_messages_of_a_conversation_and_a_function_of_texts_the_last_one() -> None:
+def test_trl_gets_all_messages_of_a_conversation_and_a_function_of_texts_the_last_one():
     turns = [
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
         {"role": "tool", "name": "add", "content": "2"},
@@ -165,10 +163,10 @@ def test_trl_gets_all_messages_of_a_conversation_and_a_function_of_texts_the_las
     assert texts == [["be brief\n\n1 + 1?"], ["It is 2"]]
 
 
-def test_the_column_answer_of_the_row_comes_before_the_reference_and_annotated_functions_get_texts() -> None:
+def test_the_column_answer_of_the_row_comes_before_the_reference_and_annotated_functions_get_texts():
     load("reward").grade([answer_of(problem(level=3, answer="so it is #### 2"), "2")])
     load("on_texts").grade([answer_of(problem(), "two")])
-    assert calls()[0][3] == ["so it is #### 2"]  # type: ignore[index]
+    assert calls()[0][3] == ["so it is #### 2"]
     assert calls()[1] == [["be brief\n\n1 + 1?"], ["two"]]
 
 
@@ -181,7 +179,7 @@ OTHER_SIGNATURES = {
 }
 
 
-def test_a_function_of_another_signature_is_refused_before_the_run_and_a_missing_column_is_named() -> None:
+def test_a_function_of_another_signature_is_refused_before_the_run_and_a_missing_column_is_named():
     for name, message in OTHER_SIGNATURES.items():
         with pytest.raises(ConfigError, match=message) as error:
             check_grader(name)
@@ -190,7 +188,7 @@ def test_a_function_of_another_signature_is_refused_before_the_run_and_a_missing
         load("needs_gold").grade([answer_of(problem(level=3), "2")])
 
 
-def test_a_call_has_whole_problems_up_to_the_batch_size() -> None:
+def test_a_call_has_whole_problems_up_to_the_batch_size():
     """Three problems with 2, 2 and 3 completions; deviations from the mean of a call show what it saw."""
     texts = ["1", "333", "1", "55555", "4444", "7777777", "1"]
     problems = [problem(id_, "foreign_rewards:centred") for id_ in "ppqqrrr"]
@@ -204,7 +202,7 @@ def test_a_call_has_whole_problems_up_to_the_batch_size() -> None:
 
 
 @pytest.mark.slow
-def test_an_error_or_a_timeout_affects_the_answers_of_one_call() -> None:
+def test_an_error_or_a_timeout_affects_the_answers_of_one_call():
     names = "abcdef"
     problems = [problem(name, "foreign_rewards:failing") for name in names]
     with GraderPool(GradingConfig(workers=1, deadline=0.5, batch=2)) as pool:
@@ -218,7 +216,7 @@ def test_an_error_or_a_timeout_affects_the_answers_of_one_call() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_whose_answers_all_time_out_ends_with_advice() -> None:
+def test_a_run_whose_answers_all_time_out_ends_with_advice():
     with GraderPool(GradingConfig(workers=1, deadline=0.5)) as pool:
         [grade] = pool.grade([problem("a", "foreign_rewards:failing")], ["hang"])
         [line] = failure_warnings([pool.uses])

@@ -3,7 +3,6 @@
 import os
 import signal
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -24,9 +23,7 @@ def add(a: int, b: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grader", "tools"])
-def test_a_stopped_worker_is_named(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stopped_worker_is_named(kind, tmp_path, monkeypatch, caplog):
     (tmp_path / "stalled.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(watch, "stall_after", 0.3)

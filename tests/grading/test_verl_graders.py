@@ -36,7 +36,7 @@ ANSWER_LINES = {
 """The answer may be on a later line, the right-hand side of an equation counts, and a formula stands for its line."""
 
 
-def test_math_dapo_reads_the_last_answer_line() -> None:
+def test_math_dapo_reads_the_last_answer_line():
     for expected, texts in ANSWER_LINES.items():
         for text in texts:
             assert verdict("math-dapo", text) == expected, text
@@ -56,7 +56,7 @@ monday == Monday
 
 
 @pytest.mark.parametrize(("pairs", "expected"), [(SAME_FORM, "correct"), (OTHER_FORM, "wrong")])
-def test_math_dapo_compares_normal_forms_and_not_values(pairs: str, expected: str) -> None:
+def test_math_dapo_compares_normal_forms_and_not_values(pairs, expected):
     for pair in pairs.strip().replace("\n", " | ").split(" | "):
         answer, reference = pair.split(" == ")
         assert verdict("math-dapo", f"Answer: {answer}", reference) == expected, pair
@@ -70,7 +70,7 @@ BOXES = {
 }
 
 
-def test_math_dapo_boxed_reads_a_box_if_there_is_no_answer_line() -> None:
+def test_math_dapo_boxed_reads_a_box_if_there_is_no_answer_line():
     """Content and reference are compared unchanged."""
     for expected, texts in BOXES.items():
         assert {text: verdict("math-dapo-boxed", text) for text in texts} == dict.fromkeys(texts, expected)
@@ -103,11 +103,11 @@ GSM8K = [
 ]
 
 
-def test_gsm8k_reads_the_last_hashes_or_the_last_number() -> None:
+def test_gsm8k_reads_the_last_hashes_or_the_last_number():
     assert [(text, verdict("gsm8k", text), verdict("gsm8k-flexible", text)) for text, _, _ in GSM8K] == GSM8K
 
 
-def test_a_reference_that_no_answer_can_equal_is_a_grader_error() -> None:
+def test_a_reference_that_no_answer_can_equal_is_a_grader_error():
     references = ("\\frac{1}{2}", "eighteen", "...", "$18")
     for grader in ("gsm8k", "gsm8k-flexible"):
         with GraderPool(GradingConfig()) as pool:
@@ -131,7 +131,7 @@ VOTES = [
 ]  # fmt: skip
 
 
-def test_vote_is_the_text_that_is_compared() -> None:
+def test_vote_is_the_text_that_is_compared():
     assert [(grader, text, voted_answer(text, grader) or None) for grader, text, _ in VOTES] == VOTES
 
 
@@ -139,7 +139,7 @@ UNITS = ["Answer:", "Answer: $", "\\boxed{", "\\text{", "#### ", "1,", "frac", "
 
 
 @pytest.mark.parametrize("grader", ["math-dapo", "math-dapo-boxed", "gsm8k", "gsm8k-flexible"])
-def test_only_the_last_300_characters_are_graded(grader: str) -> None:
+def test_only_the_last_300_characters_are_graded(grader):
     """Each unit fills 10 million characters, so that a pattern that reads more of them does not end."""
     for unit in UNITS:
         tail = (unit * 300)[-290:] + "\nAnswer: 7"

@@ -2,7 +2,6 @@ r"""Majority votes and text comparison: equal votes are answers that the grader 
 
 from contextlib import suppress
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -31,7 +30,7 @@ EQUAL_VOTES = r"""
 """
 
 
-def test_equal_votes() -> None:
+def test_equal_votes():
     for line in EQUAL_VOTES.strip().splitlines():
         texts = [
             text.format(form) for form in line.split(" | ") for text in ("thus \\boxed{{{}}}.", "Answer: {}")
@@ -41,7 +40,7 @@ def test_equal_votes() -> None:
         assert None not in votes
 
 
-def test_different_votes() -> None:
+def test_different_votes():
     """A percent sign has two readings, a letter may be a variable, and there is no algebra."""
     forms = ("0.5", "50%", "50", "0.5%", "5 m", "5", r"2\sqrt{2}", r"\sqrt{8}", "x=5", "55", "5 5", "m", "M")
     forms += ("1,234", "1, 234", "x_1", "X_1", "[0,1)", "(0,1)", r"\{1\}", "{1}", "a b", "ab", "Monday")
@@ -52,20 +51,20 @@ def test_different_votes() -> None:
 
 
 @pytest.mark.parametrize("grader", ["math", "number", "my.module:judge"])
-def test_no_vote_without_an_answer(grader: str) -> None:
+def test_no_vote_without_an_answer(grader):
     boxes = (r"\boxed{", r"\boxed{}", r"\boxed{\text{ }}")
     for text in ("", "I do not know", "Answer:", f"Answer: {'9' * 1001}", *boxes):
         assert voted_answer(text, grader) is None
 
 
-def test_longest_answers_and_numbers_vote() -> None:
+def test_longest_answers_and_numbers_vote():
     assert vote("x" * 1000) == "x" * 1000
     for form in ("9" * 1000, "9" * 990 + "e999", "0." + "1" * 990 + "e-999", "1" * 499 + "/" + "3" * 499):
         assert vote(form, "math")
         assert vote(form, "number")
 
 
-def test_number_votes_for_the_number_that_its_grader_reads() -> None:
+def test_number_votes_for_the_number_that_its_grader_reads():
     """The right-hand side of an equation votes, a letter is read as a unit, and malformed answers do not vote."""
     assert vote("3 * 6 = 18", "number") == vote("18", "number") == vote("x = 18.0 m", "number") == "18"
     assert vote("Monday", "number") is None
@@ -73,7 +72,7 @@ def test_number_votes_for_the_number_that_its_grader_reads() -> None:
     assert vote("3 * 6 = 18", "math") != "18"
 
 
-def test_countdown_votes_with_the_complete_text() -> None:
+def test_countdown_votes_with_the_complete_text():
     assert voted_answer(" (1 + 2) * 3\n", "countdown") == "(1+2)*3" == voted_answer("(1+2)*3", "countdown")
     assert voted_answer("1 2 + 3", "countdown") != voted_answer("12 + 3", "countdown")
     assert voted_answer("1 + 2", "countdown") != voted_answer("2 + 1", "countdown")
@@ -101,7 +100,7 @@ def has_unit_of(reference: str, answer: str) -> bool:
 
 
 @pytest.mark.parametrize(("grader", "judge"), [("number", grade_number), ("math", grade_math)])
-def test_equal_votes_get_equal_grades(grader: str, judge: Any) -> None:
+def test_equal_votes_get_equal_grades(grader, judge):
     """Every form in every format, with every tenth form as the reference; a second stage may grade what is no Grade."""
     answers_by_vote: dict[str | None, set[str]] = {}
     for form, format_ in product(FORMS, FORMATS):
@@ -118,7 +117,7 @@ def test_equal_votes_get_equal_grades(grader: str, judge: Any) -> None:
                 assert len(grades) <= 1, (reference, answers)
 
 
-def test_equal_countdown_votes_get_equal_grades() -> None:
+def test_equal_countdown_votes_get_equal_grades():
     """Every text of up to four of these characters, as an answer to "make 12 of 12" and to "make 3 of 1 and 2"."""
     texts = ["".join(item) for length in range(1, 5) for item in product("12+ $.\n", repeat=length)]
     for answer, numbers in (("12", "12"), ("3", "1 2")):
@@ -131,7 +130,7 @@ def test_equal_countdown_votes_get_equal_grades() -> None:
         assert {"correct"} in verdicts.values()
 
 
-def test_decimals_that_stand_for_a_fraction_are_the_exception() -> None:
+def test_decimals_that_stand_for_a_fraction_are_the_exception():
     """The docstring of `voted_answer` documents it; the grade of such a vote is the mean."""
     problem = Problem("p", "?", "1/3", "s", "math")
     first, second = "Answer: 0.333333", "Answer: 0.3333330"

@@ -27,6 +27,6 @@ def test_a_batch_of_trl_on_the_same_work_is_timed(tmp_path):
 
 def test_trl_trains_the_blocks_of_the_race(tmp_path):
     lane = RecordingLane()
-    run_trl(RaceWork("cpu", True, tmp_path), "0.5b", lane, blocks=1)  # type: ignore[arg-type]
+    run_trl(RaceWork("cpu", True, tmp_path), "0.5b", lane, blocks=1)
     assert lane.waits == [None, "ready"]
     assert len(lane.phases) == STEPS

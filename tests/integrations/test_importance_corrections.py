@@ -54,7 +54,7 @@ def ours(rule: str, spread: float, **settings: Any) -> torch.Tensor:
     """Return the package's weights, [S, longest]."""
     ratios = log_ratios(spread)
     sampler = torch.full_like(ratios, -40.0)
-    objective = ObjectiveConfig(importance=rule, **settings)  # type: ignore[arg-type]
+    objective = ObjectiveConfig(importance=rule, **settings)
     weights = importance_weights(sampler + ratios, sampler, LENGTHS, objective)
     assert weights is not None
     return padded(weights)

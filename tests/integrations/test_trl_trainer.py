@@ -104,7 +104,7 @@ def test_constant_bounds_repeat_a_run_of_trl_bit_for_bit(band, tmp_path, monkeyp
 def test_clip_metrics_are_those_of_a_count_by_hand(band, tmp_path):
     seen: list[tuple[np.ndarray, ...]] = []
 
-    class Recorder(band.BandGRPOTrainer):  # type: ignore[name-defined,misc]
+    class Recorder(band.BandGRPOTrainer):
         def _get_per_token_logps_and_entropies(self, *args: Any, **named: Any) -> Any:
             found = super()._get_per_token_logps_and_entropies(*args, **named)
             self.logprobs = found[0].detach()

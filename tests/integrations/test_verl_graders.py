@@ -21,8 +21,6 @@ def verl_module(name: str) -> ModuleType:
         pytest.skip("needs verl", allow_module_level=True)
     path = verl.locate_file(f"verl/utils/reward_score/{name}.py")
     spec = importlib.util.spec_from_file_location(f"verl_{name}", str(path))
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -179,7 +179,6 @@ def test_float_masks_and_infinite_padding(verl_package):
     )
     loss.backward()
     torch.testing.assert_close(loss.detach(), expected[0])
-    assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad[batch.mask], expected[1][batch.mask])
 
 

@@ -67,7 +67,7 @@ def base() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True, "rank_pattern": {"down_proj": 2}}], ids=str)
-def test_an_adapter_of_peft_is_merged_as_by_peft(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_an_adapter_of_peft_is_merged_as_by_peft(tmp_path, settings):
     folder, base = write(tmp_path, **settings), load(embedded_model_path()).model
     unmerged = {name: value.clone() for name, value in base.named_parameters()}
     merged = peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
@@ -81,7 +81,7 @@ def test_an_adapter_of_peft_is_merged_as_by_peft(tmp_path: Path, settings: dict[
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_saved_policy_loads_with_the_weights_that_the_sampler_gets(tmp_path: Path, dtype: Any) -> None:
+def test_a_saved_policy_loads_with_the_weights_that_the_sampler_gets(tmp_path, dtype):
     settings = ModelConfig.model_validate({"device": "cpu", "dtype": dtype, "lora": {"rank": 4}})
     policy = load_policy(settings)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_a_saved_policy_loads_with_the_weights_that_the_sampler_gets(tmp_path: P
     assert "7" in loaded.tokenizer.all_special_tokens  # the tokenizer of the folder, not of the base
 
 
-def test_the_base_is_the_bundled_model_of_any_installation_or_a_revision_on_the_hub(adapter: Path) -> None:
+def test_the_base_is_the_bundled_model_of_any_installation_or_a_revision_on_the_hub(adapter):
     setting(base_model_name_or_path="/elsewhere/bandpo_cli/models/embedded")(adapter)
     assert base_config(ModelConfig(path=str(adapter)))[0].path == "embedded"
     setting(base_model_name_or_path="owner/model", revision="abc")(adapter)
@@ -153,7 +153,7 @@ DEFECTS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_what_cannot_be_merged_is_refused_in_one_line(adapter: Path, base: Any, name: str) -> None:
+def test_what_cannot_be_merged_is_refused_in_one_line(adapter, base, name):
     damage, parts = DEFECTS[name]
     damage(adapter)
     with pytest.raises(UserError) as error:

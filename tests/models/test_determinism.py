@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def use_gpu(monkeypatch: pytest.MonkeyPatch, capability: int, started: bool = Fa
 
 
 @pytest.mark.slow
-def test_it_changes_no_number_on_a_cpu(tmp_path: Path) -> None:
+def test_it_changes_no_number_on_a_cpu(tmp_path):
     results = [
         train(resolve([SMALL, {"deterministic": value}]), runs_dir=tmp_path, name=str(value))
         for value in (False, True)
@@ -52,7 +51,7 @@ def test_it_changes_no_number_on_a_cpu(tmp_path: Path) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_the_mode_of_torch_is_on_in_the_block_but_not_in_calls_of_vllm() -> None:
+def test_the_mode_of_torch_is_on_in_the_block_but_not_in_calls_of_vllm():
     with deterministic_kernels(RunConfig(deterministic=True)):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -62,7 +61,7 @@ def test_the_mode_of_torch_is_on_in_the_block_but_not_in_calls_of_vllm() -> None
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_an_operation_without_a_deterministic_kernel_is_one_line() -> None:
+def test_an_operation_without_a_deterministic_kernel_is_one_line():
     values, index = torch.zeros(3), torch.tensor([1])
     with (
         pytest.raises(UserError, match=r"^deterministic = true: put_ .*; set deterministic=false$"),
@@ -73,7 +72,7 @@ def test_an_operation_without_a_deterministic_kernel_is_one_line() -> None:
         raise RuntimeError("other")
 
 
-def test_the_environment_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_a_gpu(monkeypatch):
     use_gpu(monkeypatch, capability=8)
     with deterministic_kernels(RunConfig(deterministic=True)):
         assert VARIABLES.items() <= os.environ.items()
@@ -92,9 +91,7 @@ def test_the_environment_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("capability", "lag", "training", "refused"),
     [(9, 0, True, None), (8, 0, True, "9.0"), (8, 1, True, None), (8, 0, False, None), (7, 1, True, "8.0")],
 )
-def test_vllm_needs_a_gpu_with_batch_invariant_kernels(
-    capability: int, lag: int, training: bool, refused: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_needs_a_gpu_with_batch_invariant_kernels(capability, lag, training, refused, monkeypatch):
     use_gpu(monkeypatch, capability)
     config = resolve([VLLM, {"sampling": {"max_lag": lag}}])
     if refused is None:
@@ -108,7 +105,7 @@ def test_vllm_needs_a_gpu_with_batch_invariant_kernels(
             pass
 
 
-def test_vllm_on_a_cpu_is_refused_where_the_time_of_graders_decides_its_batches() -> None:
+def test_vllm_on_a_cpu_is_refused_where_the_time_of_graders_decides_its_batches():
     with deterministic_kernels(resolve([VLLM])):
         pass
     with (

@@ -34,7 +34,7 @@ def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(FOLDER)
 
 
-def test_folder_has_the_usual_files_and_is_small(model: Any) -> None:
+def test_folder_has_the_usual_files_and_is_small(model):
     assert {file.name for file in FOLDER.iterdir()} == {
         "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json",
@@ -56,7 +56,7 @@ def test_folder_has_the_usual_files_and_is_small(model: Any) -> None:
     [TOKENIZER, PreTrainedTokenizerFast.from_pretrained(FOLDER), build_tokenizer()],
     ids=["auto", "plain", "built"],
 )
-def test_each_character_is_one_token_and_decodes_to_itself(tokenizer: Any) -> None:
+def test_each_character_is_one_token_and_decodes_to_itself(tokenizer):
     """AutoTokenizer replaces the folder's rules for some architectures; all ways of loading must agree."""
     text = ALPHABET + ALPHABET[::-1]
     ids = tokenizer(text)["input_ids"]
@@ -66,14 +66,14 @@ def test_each_character_is_one_token_and_decodes_to_itself(tokenizer: Any) -> No
     assert tokenizer.decode(padded, skip_special_tokens=True) == text
 
 
-def test_tokenizer_pads_on_the_left() -> None:
+def test_tokenizer_pads_on_the_left():
     batch = TOKENIZER(["1 2=3:", "1 1=2:1"], padding=True)
     assert batch["input_ids"][0][0] == TOKENIZER.pad_token_id
     assert batch["attention_mask"] == [[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]
 
 
 @pytest.mark.slow
-def test_model_is_as_accurate_as_its_card_states(model: Any) -> None:
+def test_model_is_as_accurate_as_its_card_states(model):
     """Fails for a damaged or replaced file. With 32 problems the standard error of mean@16 is about 0.035."""
     metrics = measure(model, TOKENIZER, TASK.heldout_sets()["countdown"][:32], seed=0)
     assert 0.15 < metrics.mean_at_16 < 0.37
@@ -81,7 +81,7 @@ def test_model_is_as_accurate_as_its_card_states(model: Any) -> None:
     assert 0.4 < metrics.entropy < 0.8
 
 
-def test_solutions_are_complete_and_no_sum_reaches_the_first_product_target() -> None:
+def test_solutions_are_complete_and_no_sum_reaches_the_first_product_target():
     assert solutions([1, 2]) == {3: ["1+2", "2+1"], -1: ["1-2"], 1: ["2-1"], 2: ["1*2", "2*1"]}
     assert solutions([2, 2]) == {4: ["2*2", "2+2"], 0: ["2-2"]}
     task = CountdownTask()
@@ -89,7 +89,7 @@ def test_solutions_are_complete_and_no_sum_reaches_the_first_product_target() ->
 
 
 @pytest.mark.slow
-def test_demonstrations_have_the_requested_shares() -> None:
+def test_demonstrations_have_the_requested_shares():
     """Of wrong answers, which use the right numbers and sometimes reach the target by chance; and of products."""
     problems, correct = {problem.prompt: problem for problem in TRAIN}, dict(solved_problems(TRAIN))
     demonstrations = Demonstrations(TOKENIZER, TRAIN, seed=0)
@@ -118,7 +118,7 @@ def test_demonstrations_have_the_requested_shares() -> None:
 
 
 @pytest.mark.slow
-def test_training_command_is_deterministic(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_command_is_deterministic(tmp_path, monkeypatch):
     monkeypatch.setattr("scripts.embedded_model.train.HELDOUT_PROBLEMS", 2)
     monkeypatch.setattr("scripts.embedded_model.train.PROBLEMS", 4)
     small = Task("countdown", lambda: TRAIN[:4], countdown(CountdownTask()).heldout_sets)

@@ -51,9 +51,7 @@ def reference(
         (1.7, False, (True, True)),
     ],
 )
-def test_values_and_gradients_equal_the_reference(
-    temperature: float, bias: bool, entropies: tuple[bool, bool]
-) -> None:
+def test_values_and_gradients_equal_the_reference(temperature, bias, entropies):
     arguments = inputs(bias)
     found, expected = linear_logprobs(*arguments, temperature, *entropies), reference(*arguments, temperature)
     assert [entropy is not None for entropy in found[1:]] == [*entropies]
@@ -74,7 +72,7 @@ def test_values_and_gradients_equal_the_reference(
 
 
 @pytest.mark.usefixtures("_tiles")
-def test_gradient_of_one_input_when_the_other_is_frozen() -> None:
+def test_gradient_of_one_input_when_the_other_is_frozen():
     hidden, weight, _, targets = inputs(bias=False)
     for frozen, trained in ((hidden, weight), (weight, hidden)):
         frozen.requires_grad_(False)
@@ -88,7 +86,7 @@ def test_gradient_of_one_input_when_the_other_is_frozen() -> None:
 
 @pytest.mark.usefixtures("_tiles")
 @pytest.mark.parametrize("size", [1.0, 1e4])
-def test_large_logits_and_certain_tokens(size: float) -> None:
+def test_large_logits_and_certain_tokens(size):
     """A certain token has log-prob 0 and entropy 0; large shifts of all logits do not overflow."""
     hidden = torch.tensor([[1.0, size], [1.0, -size]])
     weight = torch.zeros(V, 2)
@@ -104,7 +102,7 @@ def test_large_logits_and_certain_tokens(size: float) -> None:
 
 
 @pytest.mark.usefixtures("_tiles")
-def test_bfloat16_weights_have_float32_softmax() -> None:
+def test_bfloat16_weights_have_float32_softmax():
     """The reference is float64 with the same rounded weights; only the gradients are rounded, once."""
     arguments = inputs(bias=True, dtype=torch.bfloat16)
     logprobs = linear_logprobs(*arguments).logprobs
@@ -131,9 +129,7 @@ class LargestFloat32(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("tokens", "active"), [(5, 5), (300, 300), (300, 5), (300, 0)])
-def test_no_pass_holds_all_logits_or_a_float32_copy_of_the_output_layer(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, active: int
-) -> None:
+def test_no_pass_holds_all_logits_or_a_float32_copy_of_the_output_layer(monkeypatch, tokens, active):
     """The proportions of a 7B model on a GPU, all dimensions by 32: V = 152,064, H = 3,584, tiles of 8,192 rows."""
     vocabulary, width, tile = 4752, 112, 2**18
     monkeypatch.setitem(module.TILE_BYTES, "cpu", tile)  # 256 rows at most

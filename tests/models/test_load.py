@@ -1,7 +1,6 @@
 """Model settings take effect, and models for which `token_logprobs` would be wrong are refused with one line."""
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from tests.conftest import SHAPE, random_model
 ROWS = [Row([2, 3, 4], [[5, 6], [7]]), Row([8], [[9, 10]])]
 
 
-def test_settings_take_effect_and_log_probs_agree() -> None:
+def test_settings_take_effect_and_log_probs_agree():
     settings = [{}, {"attention": "sdpa"}, {"attention": "eager"}, {"dtype": "bfloat16"}]
     torch.backends.cuda.enable_cudnn_sdp(True)
     models = [load_policy(ModelConfig.model_validate({**item, "device": "cpu"})).model for item in settings]
@@ -35,9 +34,7 @@ def test_settings_take_effect_and_log_probs_agree() -> None:
 
 
 @pytest.mark.parametrize(("setting", "enabled"), [("auto", False), (True, True)])
-def test_gradient_checkpointing_is_off_without_a_gpu_and_enabled_silently(
-    setting: Any, enabled: bool
-) -> None:
+def test_gradient_checkpointing_is_off_without_a_gpu_and_enabled_silently(setting, enabled):
     """transformers 5.23 has another name for it than 5.22, and prints a warning for the old name."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -46,7 +43,7 @@ def test_gradient_checkpointing_is_off_without_a_gpu_and_enabled_silently(
 
 
 @pytest.mark.slow
-def test_compiled_layers_have_the_log_probs_gradients_and_names_of_plain_ones() -> None:
+def test_compiled_layers_have_the_log_probs_gradients_and_names_of_plain_ones():
     batch = collate(ROWS, torch.device("cpu"))
     results = []
     for compiled in (False, True):
@@ -55,7 +52,7 @@ def test_compiled_layers_have_the_log_probs_gradients_and_names_of_plain_ones() 
         is_compiled = {name: child._compiled_call_impl is not None for name, child in layer.named_children()}
         assert is_compiled == {name: compiled and name != "self_attn" for name in is_compiled}
         logprobs = token_logprobs(model, batch).logprobs
-        logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        logprobs.sum().backward()
         results.append(
             {"": logprobs.detach(), **{name: item.grad for name, item in model.named_parameters()}}
         )
@@ -63,7 +60,7 @@ def test_compiled_layers_have_the_log_probs_gradients_and_names_of_plain_ones() 
     torch.testing.assert_close(fused, plain, atol=1e-4, rtol=1e-4)
 
 
-def test_a_machine_that_cannot_compile_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_cannot_compile_is_one_line(monkeypatch):
     def fail(_: Any) -> None:
         raise RuntimeError("no compiler\ntrace")
 
@@ -72,7 +69,7 @@ def test_a_machine_that_cannot_compile_is_one_line(monkeypatch: pytest.MonkeyPat
         load_policy(ModelConfig(device="cpu", compile=True))
 
 
-def test_the_tiles_of_the_output_layer_have_the_size_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tiles_of_the_output_layer_have_the_size_of_the_setting(monkeypatch):
     sizes: list[int | None] = []
 
     class Recorder(logprobs._Tiles):
@@ -93,7 +90,7 @@ def test_the_tiles_of_the_output_layer_have_the_size_of_the_setting(monkeypatch:
     assert values.isfinite().all()
 
 
-def test_the_reference_does_not_change_with_the_policy() -> None:
+def test_the_reference_does_not_change_with_the_policy():
     policy = load_policy(ModelConfig(device="cpu"))
     copy = load_reference(policy, ModelConfig(device="cpu")).model
     batch = collate(ROWS, policy.device)
@@ -111,24 +108,24 @@ def test_the_reference_does_not_change_with_the_policy() -> None:
     [("flash_attention_2", "the package flash-attn "), ("flash_attention_3", "the package flash-attn-3 "),
      ("varlen", "a GPU, which this machine lacks")],
 )  # fmt: skip
-def test_kernels_that_are_not_at_hand_are_refused(attention: str, needed: str) -> None:
+def test_kernels_that_are_not_at_hand_are_refused(attention, needed):
     config = ModelConfig.model_validate({"attention": attention, "dtype": "bfloat16"})
     with pytest.raises(UserError, match=rf"'{attention}' needs {needed}.*model.attention=sdpa") as error:
         load_policy(config)
     assert "\n" not in str(error.value)
 
 
-def test_flash_attention_with_float32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_with_float32_is_refused(monkeypatch):
     monkeypatch.setattr("bandpo_cli.models.load.is_flash_attn_2_available", lambda: True)
     with pytest.raises(UserError, match=r"model.dtype=bfloat16"):
         load_policy(ModelConfig(attention="flash_attention_2"))
 
 
-def test_common_architectures_are_accepted(model: torch.nn.Module) -> None:
+def test_common_architectures_are_accepted(model):
     check_packed_forward(model)
 
 
-def test_changed_logits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_logits_are_detected(monkeypatch):
     """By the name of the config's setting, and without such a name, since the check compares log-probs."""
     model = random_model("llama")
     forward = model.forward
@@ -146,7 +143,7 @@ def test_changed_logits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         check_packed_forward(model)
 
 
-def test_layers_that_carry_a_state_are_refused() -> None:
+def test_layers_that_carry_a_state_are_refused():
     """Their state would continue from one packed row into the next."""
     torch.manual_seed(0)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "layer_types": ["linear_attention"] * 2}
@@ -158,7 +155,7 @@ def test_layers_that_carry_a_state_are_refused() -> None:
         check_packed_forward(model)
 
 
-def test_architecture_that_cannot_be_trained_loads_for_evaluation(tmp_path: Path) -> None:
+def test_architecture_that_cannot_be_trained_loads_for_evaluation(tmp_path):
     """Mamba's layers carry a state from row to row; sampling and evaluation run each sequence separately."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
     tokenizer.save_pretrained(tmp_path)

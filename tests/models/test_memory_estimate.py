@@ -7,7 +7,6 @@ counts of a rank equal the allocations that torch's profiler records.
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -58,7 +57,7 @@ def numel(tmp_path: Path) -> int:
     return model.num_parameters()
 
 
-def test_components_of_the_estimate_computed_by_hand(tmp_path: Path, numel: int) -> None:
+def test_components_of_the_estimate_computed_by_hand(tmp_path, numel):
     layer = {
         "model": {"path": str(tmp_path), "dtype": "bfloat16", "gradient_checkpointing": True},
         "sampling": {"prompts": 8, "samples": 4, "max_prompt_tokens": 30, "max_tokens": 20},
@@ -84,7 +83,7 @@ def test_components_of_the_estimate_computed_by_hand(tmp_path: Path, numel: int)
     assert estimate.peak == sum(estimate.always.values()) + max(phases)
 
 
-def test_with_lora_only_the_adapters_have_gradients_and_optimizer_state(tmp_path: Path, numel: int) -> None:
+def test_with_lora_only_the_adapters_have_gradients_and_optimizer_state(tmp_path, numel):
     linear = [value for name, value in random_model().named_parameters() if "proj.weight" in name]
     adapters = sum(4 * sum(item.shape) for item in linear)
     assert len(linear) == 14
@@ -104,7 +103,7 @@ def test_with_lora_only_the_adapters_have_gradients_and_optimizer_state(tmp_path
     assert full.trained == full.parameters == numel
 
 
-def test_the_copy_for_a_checkpoint_is_estimated_where_one_is_taken(tmp_path: Path, numel: int) -> None:
+def test_the_copy_for_a_checkpoint_is_estimated_where_one_is_taken(tmp_path, numel):
     """On a CPU, before the last of 100 steps: weights and two moments, 12 bytes per parameter of a float32 model."""
     for checkpoint, device, copied in (
         ({}, MACHINE, 12 * numel), ({}, GPU, None), ({"background": False}, MACHINE, None),
@@ -114,7 +113,7 @@ def test_the_copy_for_a_checkpoint_is_estimated_where_one_is_taken(tmp_path: Pat
         assert estimate_memory(config, device).always.get("copy for a checkpoint") == copied
 
 
-def test_tokens_of_a_micro_batch(tmp_path: Path) -> None:
+def test_tokens_of_a_micro_batch(tmp_path):
     for prompts, micro_batch_tokens, ranks, tokens in (
         (8, 8, 1, 50),  # a row with one completion is never split, so a row of 30 + 20 tokens is one pass
         (8, 100, 1, 100),
@@ -144,7 +143,7 @@ def saved_by_packed_rows(model: torch.nn.Module, rows: list[Row]) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         mask = batch.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool)
         options = {"position_ids": batch.position_ids, "packing": batch.packing, "use_cache": False}
-        model.base_model(batch.input_ids, attention_mask=mask, **options)  # type: ignore[operator]
+        model.base_model(batch.input_ids, attention_mask=mask, **options)
     tensors = [tensor for address, tensor in saved.items() if address not in parameters | indices]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.is_floating_point())
 
@@ -160,9 +159,7 @@ def saved_by_packed_rows(model: torch.nn.Module, rows: list[Row]) -> int:
         ("qwen2", None, 60, 16, 4),
     ],
 )
-def test_estimated_activations_equal_those_of_packed_rows(
-    tmp_path: Path, kind: str, lora: LoraSettings | None, prompt: int, completion: int, samples: int
-) -> None:
+def test_estimated_activations_equal_those_of_packed_rows(tmp_path, kind, lora, prompt, completion, samples):
     real = random_model(kind)
     real.save_pretrained(tmp_path)
     settings = ModelConfig(path=str(tmp_path), lora=lora)
@@ -182,7 +179,7 @@ def test_estimated_activations_equal_those_of_packed_rows(
 
 
 @pytest.mark.slow
-def test_with_checkpointing_the_peak_of_a_backward_pass_is_the_estimate(tmp_path: Path) -> None:
+def test_with_checkpointing_the_peak_of_a_backward_pass_is_the_estimate(tmp_path):
     """Measured at the allocator, without the gradients of parameters: activations and gradients of a layer."""
     shape = {**SHAPE, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 12}
     Qwen2ForCausalLM(Qwen2Config(**shape)).save_pretrained(tmp_path)
@@ -210,7 +207,7 @@ def test_with_checkpointing_the_peak_of_a_backward_pass_is_the_estimate(tmp_path
 
 @pytest.mark.parametrize("prompt", [64, 700, 3000])
 @pytest.mark.parametrize("samples", [2, 16])
-def test_attention_never_holds_more_than_the_estimate(tmp_path: Path, prompt: int, samples: int) -> None:
+def test_attention_never_holds_more_than_the_estimate(tmp_path, prompt, samples):
     """Groups whose completions all have one length, packed as for training, up to the longest of 600 tokens."""
     text = build_on_meta_device(ModelConfig(path=str(tmp_path))).config
     config = resolve([{"sampling": {"max_prompt_tokens": prompt, "max_tokens": 600, "samples": samples}}])
@@ -230,9 +227,9 @@ def test_attention_never_holds_more_than_the_estimate(tmp_path: Path, prompt: in
     assert max(measured) >= 0.8 * estimate
 
 
-def test_auto_is_gradient_checkpointing_if_supported(tmp_path: Path, monkeypatch: Any) -> None:
+def test_auto_is_gradient_checkpointing_if_supported(tmp_path, monkeypatch):
     def activations(value: bool | str) -> int:
-        settings = ModelConfig(path=str(tmp_path), gradient_checkpointing=value)  # type: ignore[arg-type]
+        settings = ModelConfig(path=str(tmp_path), gradient_checkpointing=value)
         return activation_bytes(build_on_meta_device(settings), TOKENS, settings, 1000, on_gpu=True)
 
     monkeypatch.setattr("bandpo_cli.models.weights.GradientCheckpointingLayer", ())  # no layer supports it
@@ -243,9 +240,7 @@ def test_auto_is_gradient_checkpointing_if_supported(tmp_path: Path, monkeypatch
     assert activations("auto") == activations(True) < activations(False)
 
 
-def test_a_model_whose_memory_does_not_follow_from_shapes_has_no_estimate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_memory_does_not_follow_from_shapes_has_no_estimate(tmp_path, monkeypatch):
     settings = ModelConfig(path=str(tmp_path))
     model = build_on_meta_device(settings)
 
@@ -258,7 +253,7 @@ def test_a_model_whose_memory_does_not_follow_from_shapes_has_no_estimate(
         activation_bytes(model, TOKENS, settings, 1000, on_gpu=True)
 
 
-def test_a_folder_with_an_adapter_has_the_memory_of_its_base(tmp_path: Path) -> None:
+def test_a_folder_with_an_adapter_has_the_memory_of_its_base(tmp_path):
     """`bandpo eval` loads the checkpoints of a run with LoRA, and merges the adapters into the weights."""
     base, adapters = tmp_path / "base", tmp_path / "adapter"
     real = random_model()
@@ -299,7 +294,6 @@ def peak_bytes(work: Callable[[], object]) -> int:
     """Return the most bytes that a call has allocated at one time."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
-    assert recorded.profiler is not None
     events = [item for item in recorded.profiler.kineto_results.events() if item.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda item: item.start_ns()):
@@ -324,9 +318,7 @@ def train_twice(model: PreTrainedModel) -> None:
     [(64, True, torch.bfloat16), (64, False, torch.float32), (MANY_WORDS, False, torch.float32)],
     ids=["layers", "layers, untied, in float32", "outside of the layers"],
 )
-def test_the_peak_of_an_update_is_the_estimate(
-    rank_0_of_4: Ranks, words: int, tied: bool, dtype: Any
-) -> None:
+def test_the_peak_of_an_update_is_the_estimate(rank_0_of_4, words, tied, dtype):
     model = qwen2(words, tied, dtype)
     update, reduction, *_ = fsdp_bytes(model, RANKS)
     gradients = 4 * stored_parameters(model.parameters(), RANKS)[1]
@@ -339,9 +331,7 @@ def test_the_peak_of_an_update_is_the_estimate(
 
 
 @pytest.mark.parametrize("words", [64, MANY_WORDS])
-def test_the_peaks_of_gathering_and_of_sending_parameters_are_the_estimates(
-    rank_0_of_4: Ranks, words: int
-) -> None:
+def test_the_peaks_of_gathering_and_of_sending_parameters_are_the_estimates(rank_0_of_4, words):
     model = qwen2(words, False, torch.bfloat16)
     _, _, gathered, sync = fsdp_bytes(model, RANKS)
     shard(model, rank_0_of_4, torch.device("cpu"))
@@ -357,7 +347,7 @@ def test_the_peaks_of_gathering_and_of_sending_parameters_are_the_estimates(
         assert 0.5 * sent < peak_bytes(lambda: deque(checkpoint_weights(model), maxlen=0)) <= sent
 
 
-def test_a_model_without_gradients_holds_nothing_complete_after_its_passes(rank_0_of_4: Ranks) -> None:
+def test_a_model_without_gradients_holds_nothing_complete_after_its_passes(rank_0_of_4):
     """As the reference model, of which an estimate has the share of a rank alone."""
     model = qwen2(64, True, torch.bfloat16).requires_grad_(False)
     shard(model, rank_0_of_4, torch.device("cpu"))
@@ -366,7 +356,7 @@ def test_a_model_without_gradients_holds_nothing_complete_after_its_passes(rank_
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def test_the_first_rank_stores_its_share(rank_0_of_4: Ranks) -> None:
+def test_the_first_rank_stores_its_share(rank_0_of_4):
     """255 rows over 4 ranks are 64 rows on the first; a parameter that is not trained keeps its dtype."""
     model = qwen2(64, True, torch.bfloat16)
     model.get_input_embeddings().requires_grad_(False)
@@ -382,7 +372,7 @@ def test_the_first_rank_stores_its_share(rank_0_of_4: Ranks) -> None:
     assert reduction == {"gradient outside of the layers to reduce": 2 * 64 + 4 * 64 + 4 * 16}
 
 
-def test_components_of_the_estimate_of_a_rank_computed_by_hand(tmp_path: Path, numel: int) -> None:
+def test_components_of_the_estimate_of_a_rank_computed_by_hand(tmp_path, numel):
     # Of all parameters only the embedding, 23 rows of 32, is not divisible by 2: the first rank has 12 rows.
     share = (numel + 32) // 2
     layer = {

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bandpo_cli.config.run import ModelConfig
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.models.load import load_policy, save_policy
 from bandpo_cli.models.memory_estimate import build_on_meta_device
+from bandpo_cli.paths import check_regular_file
 from tests.fuzz import mutate
 from tests.fuzz.mutate import JSON_TEXTS, KINDS, as_json, changed_values, not_a_file
 from tests.fuzz.outcome import accepts, check_both_outcomes
@@ -69,6 +70,20 @@ def lfs_pointer(path: Path) -> None:
     path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 123456\n")
 
 
+def test_a_pointer_of_git_lfs_has_fewer_than_1024_bytes(tmp_path):
+    lfs_pointer(file := tmp_path / "file")
+    pointer = file.read_bytes()
+    file.write_bytes(pointer.ljust(1023))
+    with pytest.raises(
+        ConfigError, match=r"^the data: is a git-lfs pointer without the content of the file; run"
+    ):
+        check_regular_file(file, "the data")
+    file.write_bytes(pointer.ljust(1024))
+    assert check_regular_file(file, "the data") == 1024
+    with pytest.raises(ConfigError, match=r"^the data: No such file or directory$"):
+        check_regular_file(tmp_path / "missing", "the data")
+
+
 def cut(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
 
@@ -117,23 +132,21 @@ DEFECTS: list[tuple[Callable[[Path], Any], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "words"), DEFECTS)
-def test_a_folder_that_is_not_a_complete_model_is_refused(
-    folder: Path, capfd: pytest.CaptureFixture[str], damage: Callable[[Path], Any], words: str
-) -> None:
+def test_a_folder_that_is_not_a_complete_model_is_refused(folder, capfd, damage, words):
     damage(folder)
     assert words in load_error(folder)
     assert capfd.readouterr() == ("", ""), "the loader prints nothing besides the error"
 
 
 @pytest.mark.parametrize("share", [0, 0.001, 0.6])
-def test_the_estimate_of_memory_names_damaged_weights(folder: Path, share: float) -> None:
+def test_the_estimate_of_memory_names_damaged_weights(folder, share):
     """A dry run reads the sizes of the weights, and nothing else of them."""
     cut(folder / WEIGHTS, share)
     with pytest.raises(UserError, match=f"{WEIGHTS} is cut or damaged"):
         build_on_meta_device(ModelConfig(path=str(folder)))
 
 
-def test_weights_of_another_head_are_ignored(folder: Path) -> None:
+def test_weights_of_another_head_are_ignored(folder):
     before = load(folder).model.state_dict()
     change_weights(folder, lambda weights: weights.update({"v_head.weight": torch.ones(1, 64)}))
     after = load(folder).model.state_dict()
@@ -141,7 +154,7 @@ def test_weights_of_another_head_are_ignored(folder: Path) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_declared_sizes_that_the_weights_do_not_have_are_refused(folder: Path) -> None:
+def test_declared_sizes_that_the_weights_do_not_have_are_refused(folder):
     """Nothing of such a size is allocated: the largest would take a petabyte. A million layers are not built."""
     content = (folder / "config.json").read_text()
     for change in (
@@ -165,7 +178,7 @@ class WritesFileWhenUnpickled:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", WEIGHTS])
-def test_a_pickle_is_never_read(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_pickle_is_never_read(folder, tmp_path, name):
     written = tmp_path / "written"
     (folder / WEIGHTS).unlink()
     torch.save(WritesFileWhenUnpickled(written), folder / name)
@@ -178,7 +191,7 @@ def test_a_pickle_is_never_read(folder: Path, tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("shard", ["a.bin", "../a.safetensors", None])
-def test_index_may_only_name_safetensors_in_its_folder(folder: Path, shard: Any) -> None:
+def test_index_may_only_name_safetensors_in_its_folder(folder, shard):
     (folder / WEIGHTS).rename(folder / "a.safetensors")
     index = folder / "model.safetensors.index.json"
     names = load_file(folder / "a.safetensors")
@@ -223,7 +236,7 @@ def custom_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return folder
 
 
-def test_custom_code_never_runs_unasked(custom_code: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_custom_code_never_runs_unasked(custom_code, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 10))  # the loader would prompt, and accept a yes
     assert "--set model.trust_remote_code=true" in load_error(custom_code)
     with pytest.raises(UserError, match=r"model\.trust_remote_code=true"):
@@ -234,7 +247,7 @@ def test_custom_code_never_runs_unasked(custom_code: Path, tmp_path: Path, monke
     assert sys.stdin.read(), "the loader must not prompt"
 
 
-def test_custom_code_runs_when_trusted(custom_code: Path, tmp_path: Path) -> None:
+def test_custom_code_runs_when_trusted(custom_code, tmp_path):
     policy = load(custom_code, trust_remote_code=True)
     assert (tmp_path / "mark").exists()
     assert type(policy.model).__name__ == "CustomModel"
@@ -246,7 +259,7 @@ def test_custom_code_runs_when_trusted(custom_code: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
 )
-def test_damaged_json_files_raise_user_errors(folder: Path, name: str) -> None:
+def test_damaged_json_files_raise_user_errors(folder, name):
     """Bytes changed, entries changed at random, and entries of unusual values; some texts for two of the parsers."""
     content = (folder / name).read_bytes()
     value = json.loads(content)
@@ -259,7 +272,7 @@ def test_damaged_json_files_raise_user_errors(folder: Path, name: str) -> None:
     check_both_outcomes(lambda: load(folder), folder / name, inputs)
 
 
-def test_damaged_weights_raise_user_errors(folder: Path) -> None:
+def test_damaged_weights_raise_user_errors(folder):
     path = folder / WEIGHTS
     content = path.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
@@ -273,7 +286,7 @@ def test_damaged_weights_raise_user_errors(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", WEIGHTS])
-def test_names_that_are_not_regular_files_raise_user_errors(folder: Path, name: str) -> None:
+def test_names_that_are_not_regular_files_raise_user_errors(folder, name):
     for kind in KINDS:
         if kind != "memory":
             with not_a_file(folder / name, kind):

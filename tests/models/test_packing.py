@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=6).map(tuple)
 
 
-def test_batches_keep_the_order_and_the_token_limit() -> None:
+def test_batches_keep_the_order_and_the_token_limit():
     rows = [Row([0] * n, [[1] * m]) for n, m in [(3, 2), (1, 1), (9, 9), (2, 2), (2, 1), (2, 1)]]
     batches = batch_rows(rows, max_tokens=10)
     assert [row for batch in batches for row in batch] == rows
@@ -36,7 +36,7 @@ def test_batches_keep_the_order_and_the_token_limit() -> None:
         (100, [8000, 8000], [1, 1]),
     ],
 )
-def test_prompt_is_shared_within_limits(prompt: int, completions: list[int], expected: list[int]) -> None:
+def test_prompt_is_shared_within_limits(prompt, completions, expected):
     ids = itertools.count()  # of consecutive tokens, so that all completions differ
     prompt_ids, *answers = ([*itertools.islice(ids, length)] for length in (prompt, *completions))
     others = [[0, 0], [1, 1], [2, 2]]
@@ -53,7 +53,7 @@ def test_prompt_is_shared_within_limits(prompt: int, completions: list[int], exp
 
 
 @given(rows=st.lists(LENGTHS, min_size=1, max_size=8), limit=st.sampled_from([0, 12, 512]))
-def test_scatter_inverts_gather_and_masks_are_correct(rows: list[tuple[int, ...]], limit: int) -> None:
+def test_scatter_inverts_gather_and_masks_are_correct(rows, limit):
     """The tokens that a token attends to in its block are compared, one by one, with those of its row."""
     row_of, segment_of, position_of = [], [], []
     for index, lengths in enumerate(rows):
@@ -100,7 +100,7 @@ def test_scatter_inverts_gather_and_masks_are_correct(rows: list[tuple[int, ...]
         first += len(block.gather_index)
 
 
-def test_collated_batch_has_no_padding() -> None:
+def test_collated_batch_has_no_padding():
     rows = [Row([1, 2, 3], [[4, 5], [6]]), Row([7], [[8, 9, 10]])]
     batch = collate(rows, CPU)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
@@ -109,7 +109,7 @@ def test_collated_batch_has_no_padding() -> None:
     assert batch.targets.tolist() == [4, 5, 6, 8, 9, 10]
 
 
-def test_dropped_masks_are_made_again() -> None:
+def test_dropped_masks_are_made_again():
     layout = Packing(((3, 2, 4), (2, 1, 1)), CPU)
     before = [block.mask for block in layout.blocks]
     assert all(mask is not None for mask in before)
@@ -119,7 +119,7 @@ def test_dropped_masks_are_made_again() -> None:
     assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
 
 
-def test_copies_to_a_gpu_start_from_pinned_memory_and_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_to_a_gpu_start_from_pinned_memory_and_do_not_wait(monkeypatch):
     """Pinned memory and a GPU are stand-ins: both need CUDA."""
     calls: list[str] = []
 

@@ -85,7 +85,7 @@ def test_masks_and_penalties_equal_their_definitions():
     chosen = torch.arange(12) % 2 == 0
     batch = LossBatch(lengths, advantages, old, bounds, importance, ref, None, sampler, chosen)
     terms = {"reference_kl": 0.3, "reference_kl_estimator": "unbiased", "drift_penalty": 0.7}
-    options = ObjectiveConfig(dual_clip=None, off_policy_mask=0.4, **terms)  # type: ignore[arg-type]
+    options = ObjectiveConfig(dual_clip=None, off_policy_mask=0.4, **terms)
     found = policy_objective(IntervalLoss(ClipSettings(), options), new, batch, share)
     x = new.clone().requires_grad_()
     total, first = torch.zeros((), dtype=torch.float64), 0
@@ -136,7 +136,6 @@ def test_a_list_of_rules_applies_in_order_to_the_kept_tokens(rules, expected):
     objective = resolve([{"objective": {"importance": rules}}]).objective
     sampler = torch.full_like(ratios, -9.0)
     weights = importance_weights(sampler + ratios.log(), sampler, torch.tensor([3, 3, 2]), objective)
-    assert weights is not None
     assert weights.tolist() == pytest.approx(expected)
 
 
@@ -248,7 +247,7 @@ def weights_by(rule: str, cap: float | None = 1.5, **more: Any) -> torch.Tensor 
     """Return the weights of the tokens of `RATIOS`."""
     sampler = torch.linspace(-3, -0.5, 9)
     ratios = torch.tensor([ratio for item in RATIOS for ratio in item])
-    objective = ObjectiveConfig(importance=rule, importance_cap=cap, **more)  # type: ignore[arg-type]
+    objective = ObjectiveConfig(importance=rule, importance_cap=cap, **more)
     lengths = torch.tensor([len(item) for item in RATIOS])
     return importance_weights(sampler + ratios.log(), sampler, lengths, objective)
 
@@ -257,7 +256,6 @@ def weights_by(rule: str, cap: float | None = 1.5, **more: Any) -> torch.Tensor 
 def test_weights_are_those_computed_by_hand(rule):
     more, expected = BY_HAND[rule]
     found = weights_by(rule.partition(" ")[0], **more)
-    assert found is not None
     assert found.tolist() == pytest.approx(expected, rel=1e-5)
 
 
@@ -271,7 +269,7 @@ def test_without_a_cap_there_is_no_correction():
 def test_weights_of_extreme_log_probs_are_limited(rule, rows):
     """A sampler that reports probability 0 for its own token, by rounding, gets the weight of the cap, or is masked."""
     trainer, sampler = torch.tensor(rows).unbind(1)
-    objective = ObjectiveConfig(importance=rule)  # type: ignore[arg-type]
+    objective = ObjectiveConfig(importance=rule)
     weights = importance_weights(trainer, sampler, torch.tensor([1, len(rows) - 1]), objective)
     assert weights is not None
     assert ((weights >= 0) & (weights <= 2)).all()

@@ -258,7 +258,7 @@ def compare(
     about = config.sampling.temperature, noise, exact_sampler, seed, ahead, turns
     sampler = GivenSampler(built.policy.model, *about)
     grader = TextGrader(config.grading.timeout_reward)
-    components = replace(built, sampler=sampler, grader=grader)  # type: ignore[arg-type]
+    components = replace(built, sampler=sampler, grader=grader)
     gradients = record_gradients(components)
     run = RunFolder.create(folder, "package")
     # In 16 bits no sampler is exact, not even one that runs the trainer's own model.
@@ -298,7 +298,7 @@ def record_gradients(components: Components) -> list[list[torch.Tensor]]:
         recorded.append([(torch.zeros_like(p) if g is None else g).double().clone() for p, g in pairs])
         return step(*args)
 
-    components.optimizer.step = spy  # type: ignore[method-assign]
+    components.optimizer.step = spy
     return recorded
 
 

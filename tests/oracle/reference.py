@@ -348,7 +348,7 @@ class ReferenceTrainer:
                 "seq-sum-norm": 1 / self.settings["sampling"]["max_tokens"] / len(counted),
             }[objective["aggregation"]]
             loss = weight * torch.stack(terms).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             update.loss += loss.item()
         update.gradient = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in parameters]
         update.grad_norm = math.sqrt(sum(float((g * g).sum()) for g in update.gradient))

@@ -23,7 +23,6 @@ def start(code: str, **options: Any) -> ChildProcess:
 
 
 def read_line(child: ChildProcess) -> bytes:
-    assert child.process.stdout is not None
     return child.process.stdout.readline()
 
 
@@ -40,15 +39,20 @@ def test_what_an_ended_process_leaves_is_killed_unless_it_may_leave_it(code):
         os.kill(pids[0], signal.SIGKILL)
 
 
-def test_a_killed_process_ends_with_its_children_and_its_id_gets_no_further_signal():
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_killed_process_ends_with_its_children_and_its_id_gets_no_further_signal(in_time, monkeypatch):
+    """It counts as killed, too, if it does not end in time, as one that waits for a device."""
     child = start(f"{LEAVES}; import time; time.sleep(600)")
     left = int(read_line(child))
     assert not child.wait(0)
     assert child.poll() is None
+    if not in_time:
+        monkeypatch.setattr(child, "wait", lambda seconds: False)
     child.kill()
     check_ended([left])
     assert child.describe_end() == "was killed by SIGKILL (as the system does when memory runs out)"
     child.send(signal.SIGKILL)
+    child.process.wait()
 
 
 def test_the_end_has_the_last_line_of_the_output():

@@ -122,7 +122,6 @@ def leader() -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
         [sys.executable, "-c", LEADER], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment,
     )  # fmt: skip
-    assert process.stdout is not None
     child, folder = process.stdout.readline().split()
     yield process, int(child), Path(folder)
     process.send_signal(signal.SIGINT)
@@ -133,7 +132,6 @@ def leader() -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
 def lines_until(process: subprocess.Popen[str], holds: Callable[[str], bool]) -> str:
     """Return what a process has written to standard error when the text fulfils the condition."""
     text = ""
-    assert process.stderr is not None
     while not holds(text):
         line = process.stderr.readline()
         assert line, text

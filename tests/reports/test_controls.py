@@ -1,7 +1,5 @@
 """Controls of a report: which variants are controls, and whether a gain exceeds theirs, computed by hand."""
 
-from pathlib import Path
-
 import pandas as pd
 import pytest
 from scipy import stats
@@ -33,7 +31,7 @@ def tables(finals: dict[str, list[float]], settings: dict[str, dict]) -> RunTabl
     return RunTables(runs, steps, pd.DataFrame())
 
 
-def test_the_gain_is_compared_with_that_of_each_control() -> None:
+def test_the_gain_is_compared_with_that_of_each_control():
     """Against `random` differences of 0.30, 0.31, 0.32; against `none` 0.1, −0.1, 0.03, which decides nothing."""
     finals = {"clip": [0.50, 0.52, 0.54], "random": [0.2, 0.21, 0.22], "none": [0.4, 0.62, 0.51]}
     settings = {"clip": {"bounds.method": "clip"}, "random": COIN, "none": {"bounds.method": "none"}}
@@ -50,7 +48,7 @@ def test_the_gain_is_compared_with_that_of_each_control() -> None:
     assert "+0.320, exceeds that of each control: random +0.010 (exceeded;" in note
 
 
-def test_without_controls_or_without_other_variants_there_is_no_note() -> None:
+def test_without_controls_or_without_other_variants_there_is_no_note():
     settings = {"clip": {"bounds.method": "clip"}, "random": COIN}
     assert control_notes(tables({"clip": [0.5, 0.6]}, settings)) == []
     assert control_notes(tables({"random": [0.5, 0.6]}, settings)) == []
@@ -62,7 +60,7 @@ def test_without_controls_or_without_other_variants_there_is_no_note() -> None:
     assert "no evaluation where they begin" in note
 
 
-def test_controls_are_known_by_their_settings(tmp_path: Path) -> None:
+def test_controls_are_known_by_their_settings(tmp_path):
     coin = ("bounds.method=clip", "task.rewards=[{weight: 0}, random]")
     form = ("bounds.method=clip", "task.rewards=[{}, {grader: format, weight: 0.5}]")
     length = ("bounds.method=clip", "task.rewards=[{}, 'length:short']")
@@ -79,7 +77,7 @@ def test_controls_are_known_by_their_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_plots")
-def test_the_report_has_the_line_and_no_doubt_about_the_evaluations(tmp_path: Path) -> None:
+def test_the_report_has_the_line_and_no_doubt_about_the_evaluations(tmp_path):
     coin = ("bounds.method=clip", "task.rewards=[{weight: 0}, random]")
     runs = [
         VariantRun(

@@ -37,7 +37,7 @@ def two_runs(tmp_path: Path) -> list[VariantRun]:
     ]
 
 
-def test_values_at_points_of_an_axis_are_linear_between_the_steps_that_have_one() -> None:
+def test_values_at_points_of_an_axis_are_linear_between_the_steps_that_have_one():
     curve = pd.Series({0: 0.2, 1: math.nan, 2: 0.4, 4: 0.6})
     tokens = pd.Series({0: 0, 1: 120, 2: 300, 3: 500, 4: 600})
     points = at_axis(curve, tokens, [0, 150, 300, 400, 600, 601])
@@ -47,9 +47,7 @@ def test_values_at_points_of_an_axis_are_linear_between_the_steps_that_have_one(
 
 
 @pytest.mark.parametrize("name", ["tokens", "flops", "seconds"])
-def test_runs_are_compared_at_the_largest_amount_that_all_reach(
-    two_runs: list[VariantRun], name: str
-) -> None:
+def test_runs_are_compared_at_the_largest_amount_that_all_reach(two_runs, name):
     tables = read_runs(two_runs, axis=AXES[name])
     a, b = (tables.runs.loc[run] for run in (("a", 0), ("b", 0)))
     assert tables.level == 400
@@ -64,7 +62,7 @@ def test_runs_are_compared_at_the_largest_amount_that_all_reach(
     assert by_step.runs.loc[("b", 0), "accuracy/countdown"] == 0.6
 
 
-def test_a_report_says_what_it_compares_at_which_amount(tmp_path: Path, without_plots: None) -> None:
+def test_a_report_says_what_it_compares_at_which_amount(tmp_path, without_plots):
     runs = []
     for name, settings, final, per_step in (("clip", CLIP, 0.5, 100), ("kl", KL, 0.6, 150)):
         for seed in range(3):
@@ -85,7 +83,7 @@ def test_a_report_says_what_it_compares_at_which_amount(tmp_path: Path, without_
 
 
 @pytest.mark.parametrize("name", ["tokens", "flops", "seconds"])
-def test_runs_without_the_metric_are_refused(tmp_path: Path, name: str) -> None:
+def test_runs_without_the_metric_are_refused(tmp_path, name):
     folder, metric = write_run(tmp_path / "a"), AXES[name].key
     for call in (
         lambda: read_runs([VariantRun("clip", 0, folder)], axis=AXES[name]),
@@ -99,7 +97,7 @@ def test_runs_without_the_metric_are_refused(tmp_path: Path, name: str) -> None:
     assert read_runs([VariantRun("clip", 0, folder)]).runs.index[0] == ("clip", 0)
 
 
-def test_a_run_that_reached_a_budget_counts_by_compute_only(tmp_path: Path) -> None:
+def test_a_run_that_reached_a_budget_counts_by_compute_only(tmp_path):
     for stopped_by, is_counted in (
         ("stop.tokens = 350: ...", True),
         ("stop.entropy_below = 0.1: ...", False),
@@ -116,7 +114,7 @@ def test_a_run_that_reached_a_budget_counts_by_compute_only(tmp_path: Path) -> N
         assert ("--x tokens, flops or seconds compares such runs" in excluded.reason) == is_counted
 
 
-def test_the_curve_of_a_variant_is_over_the_range_that_all_its_runs_have() -> None:
+def test_the_curve_of_a_variant_is_over_the_range_that_all_its_runs_have():
     """Places are the means of the runs at a step, within the range of both; values are linear between own places."""
     index = pd.MultiIndex.from_product([["a"], [0, 1], [0, 1, 2]], names=["variant", "seed", "step"])
     values = pd.Series([0.0, 1.0, 2.0, 0.0, 10.0, 20.0], index)
@@ -126,7 +124,7 @@ def test_the_curve_of_a_variant_is_over_the_range_that_all_its_runs_have() -> No
     assert values_RS.tolist() == [[0, 1.5, 2], [0, 7.5, 10]]
 
 
-def test_plots_of_a_run_are_over_the_axis(tmp_path: Path, figures) -> None:
+def test_plots_of_a_run_are_over_the_axis(tmp_path, figures):
     folder = write(tmp_path / "a", per_step=5e5)
     plot_run(folder, axis=AXES["tokens"])
     (axes,) = figures["entropy.png"].axes
@@ -136,7 +134,7 @@ def test_plots_of_a_run_are_over_the_axis(tmp_path: Path, figures) -> None:
     assert "1.2M" in [label.get_text() for label in axes.get_xticklabels()]
 
 
-def test_amounts_have_their_unit() -> None:
+def test_amounts_have_their_unit():
     assert AXES["tokens"].text(123456) == "123,456 sampled tokens"
     assert AXES["flops"].text(3.4561e15) == "3.46e15 model FLOPs"
     assert AXES["seconds"].text(812.4) == "812 seconds of training"

@@ -1,13 +1,11 @@
 """Reports list the candidates of tuned settings, and plot accuracies by learning rate, a line per other settings."""
 
-import io
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import yaml
-from rich.console import Console
 
 from bandpo_cli.cli.report import print_report
 from bandpo_cli.errors import UserError
@@ -17,6 +15,7 @@ from bandpo_cli.reports.run_variants import Selection, VariantRun, select_runs
 from bandpo_cli.reports.tuned_settings import TunedVariant, Tuning, by_learning_rate, read_tuning
 from bandpo_cli.reports.write_report import write_report
 from bandpo_cli.storage import run_folder
+from tests.conftest import output_of
 from tests.reports.sweep_folders import CLIP, KL, report_of, write_plan, write_run, write_sweep
 
 CANDIDATES = [
@@ -71,9 +70,8 @@ def test_a_number_at_an_end_of_the_values_tried_is_named(report):
 
 
 def test_the_terminal_names_the_chosen_settings(report):
-    output = io.StringIO()
-    print_report(Console(file=output, width=150), report)
-    clip, kl = (line for line in output.getvalue().splitlines() if line.startswith("tuned:"))
+    lines = output_of(print_report, report, width=150).splitlines()
+    clip, kl = (line for line in lines if line.startswith("tuned:"))
     assert clip == "tuned: clip: optim.lr = 5e-5; accuracy 0.405 over 2 seeds, the best of 3 variants"
     assert kl.startswith("tuned: kl: optim.lr = 1e-4, bounds.delta = 0.02; accuracy 0.400 over 2 seeds")
 

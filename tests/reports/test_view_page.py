@@ -116,7 +116,7 @@ def decode(column: list[str]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(column[1]), f"<{column[0]}")
 
 
-def test_the_page_has_the_values_of_the_tables_and_no_markup_of_a_text(run: RunFolder) -> None:
+def test_the_page_has_the_values_of_the_tables_and_no_markup_of_a_text(run):
     sources = open_sources(["a"], run.path.parent)
     (written,) = write_page(sources, default_path(sources))
     assert written == run.path / "view" / "step-000020.html"
@@ -149,7 +149,7 @@ def test_the_page_has_the_values_of_the_tables_and_no_markup_of_a_text(run: RunF
     assert source["lowest"] == pytest.approx([-0.1, -0.3, -1.3, 0])
 
 
-def test_a_large_page_loads_parts_from_a_folder(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_page_loads_parts_from_a_folder(run, monkeypatch):
     monkeypatch.setattr(view, "MAX_PAGE_BYTES", 0)
     monkeypatch.setattr(view, "_PART_TOKENS", 10)
     sources = open_sources(["a"], run.path.parent)
@@ -169,9 +169,7 @@ def test_a_large_page_loads_parts_from_a_folder(run: RunFolder, monkeypatch: pyt
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 @pytest.mark.parametrize("limit", [10**7, 0])
-def test_hostile_completions_are_text_in_a_browser(
-    run: RunFolder, limit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_hostile_completions_are_text_in_a_browser(run, limit, monkeypatch, tmp_path):
     monkeypatch.setattr(view, "MAX_PAGE_BYTES", limit)
     page, *_ = write_page(open_sources(["a"], run.path.parent), tmp_path / "page.html")
     flags = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
@@ -192,7 +190,7 @@ def test_hostile_completions_are_text_in_a_browser(
     assert b'<code>"&lt;script&gt;' in done.stdout, "the selected token"
 
 
-def test_two_runs_show_their_common_problems_in_the_order_of_the_first(run: RunFolder) -> None:
+def test_two_runs_show_their_common_problems_in_the_order_of_the_first(run):
     runs = run.path.parent
     write_run(runs, "b", (f"q{HOSTILE[0]}", "other"))
     sources = open_sources(["a", "b"], runs)
@@ -209,7 +207,7 @@ def test_two_runs_show_their_common_problems_in_the_order_of_the_first(run: RunF
         open_sources(["a", "c"], runs)
 
 
-def test_an_evaluation_has_texts_only(run: RunFolder) -> None:
+def test_an_evaluation_has_texts_only(run):
     folder = EvalFolder.create(run.path.parent, "e")
     folder.write_record({"sets": {}})
     with pytest.raises(UserError, match="the evaluation has not finished"):
@@ -217,7 +215,7 @@ def test_an_evaluation_has_texts_only(run: RunFolder) -> None:
     row = {"task": "t", "problem_id": "p", "reference": "2", "grader": "math", "extra": "{}"}
     row |= {"question": "1+1", "prompt": "1+1", "text": HOSTILE[0], "answer": None, "verdict": "wrong"}
     row |= {"reward": 0.0, "accuracy": 0.0, "length": None, "finish_reason": "stop", "logprob_sum": None}
-    folder.write_samples([row])  # type: ignore[typeddict-item]
+    folder.write_samples([row])
     index, (part,) = view.page_data(open_sources(["e"], run.path.parent))
     assert part["sides"] == [{"texts": [HOSTILE[0]]}]
     assert "texts" not in index["sources"][0]
@@ -225,7 +223,7 @@ def test_an_evaluation_has_texts_only(run: RunFolder) -> None:
         open_sources(["e"], run.path.parent, 3)
 
 
-def test_bad_input_is_named_in_one_line(run: RunFolder) -> None:
+def test_bad_input_is_named_in_one_line(run):
     runs = run.path.parent
     with pytest.raises(UserError, match=r"--step 7: its tokens are not recorded in .*a; recorded: 20$"):
         open_sources(["a"], runs, 7)
@@ -241,7 +239,7 @@ def test_bad_input_is_named_in_one_line(run: RunFolder) -> None:
         write_page(open_sources(["a"], runs), run.path)
 
 
-def test_json_ends_no_script_and_keeps_every_text() -> None:
+def test_json_ends_no_script_and_keeps_every_text():
     for text in HOSTILE:
         encoded = to_json([text])
         assert json.loads(encoded) == [text]

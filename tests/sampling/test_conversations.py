@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -115,9 +115,12 @@ class Script(TransformersSampler):
         self.streams, self._tokenizer, self._reply = streams, tokenizer, reply
         self.requests: list[SampleRequest] = []
 
+    def sample_stream(self, requests: Any, params: SamplingParams, in_order: bool = True) -> Any:
+        for number, request in enumerate(filter(None, requests)):
+            yield number, self.sample_request(request, params)
+
     def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
         self.requests.append(request)
-        assert request.turns_P is not None
         groups = []
         for prompt, turn in zip(request.prompts_P, request.turns_P, strict=True):
             text = self._reply(self._tokenizer.decode(list(prompt))) + END
@@ -207,22 +210,18 @@ def once(*texts: str) -> Callable[[str], str]:
 
 
 def contents(completion: Completion) -> list[Any]:
-    assert completion.conversation is not None
     return [message["content"] for message in completion.conversation.messages]
 
 
 @pytest.mark.slow
-def test_the_next_turn_continues_from_the_tokens_and_not_from_the_text(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_the_next_turn_continues_from_the_tokens_and_not_from_the_text(tokenizer):
     talk = Talk(tokenizer)
     completion = talk.one(once(f"I add.{call(a=40, b=2)}", "42"))
     first, second = talk.sampler.requests
     assert contents(completion) == ["I add.", "42", "42"]
     about = completion.conversation
-    assert about is not None
     assert (about.turns, about.calls, about.failed_calls, about.reward) == (2, 1, 0, None)
-    assert about.messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 40, "b": 2}}  # type: ignore[index]
+    assert about.messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 40, "b": 2}}
     assert [message["role"] for message in about.messages] == ["assistant", "tool", "assistant"]
     ((place, inserted),) = completion.inserted
     assert tokenizer.decode(inserted) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
@@ -237,9 +236,7 @@ def test_the_next_turn_continues_from_the_tokens_and_not_from_the_text(
     assert graded.extra == {**problems()[0].extra, "messages": about.messages}
 
 
-def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(tokenizer):
     """A call in single bytes, as a model may sample it: its text tokenized again has fewer tokens."""
     text = call(a=1, b=1)
 
@@ -276,12 +273,9 @@ def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', MALFORMED, 60.0),
     ],
 )  # fmt: skip
-def test_what_goes_wrong_in_a_call_is_a_result_that_the_model_reads(
-    tokenizer: PreTrainedTokenizerBase, words: str, content: str, deadline: float
-) -> None:
+def test_what_goes_wrong_in_a_call_is_a_result_that_the_model_reads(tokenizer, words, content, deadline):
     talk = Talk(tokenizer, deadline=deadline)
     completion = talk.one(once(words, "done"))
-    assert completion.conversation is not None
     assert contents(completion)[1].startswith(content)
     about, is_long = completion.conversation, "more characters" in contents(completion)[1]
     assert about.failed_calls == ("more characters" not in content)
@@ -301,13 +295,10 @@ def nested(levels: int) -> str:
         (call(a="x" * (1 << 16), b=1), "Error: a call has at most 65,536 characters"),
     ],
 )
-def test_calls_beyond_the_limits_are_malformed(
-    tokenizer: PreTrainedTokenizerBase, words: str, error: str
-) -> None:
+def test_calls_beyond_the_limits_are_malformed(tokenizer, words, error):
     talk = Talk(tokenizer)
     long = SamplingParams(1, 1.0, 1 << 18, ())
     about = talk.one(once(words, "done"), params=long).conversation
-    assert about is not None
     assert about.messages[1]["content"] == error
     assert (about.calls, about.failed_calls, about.malformed_calls) == (1, 1, 1)
     (*made, last) = parse_calls(call(a=1, b=1) * 40)["tool_calls"]
@@ -315,9 +306,7 @@ def test_calls_beyond_the_limits_are_malformed(
     assert last["function"]["arguments"] == "a message has at most 32 calls; the other 8 were not made"
 
 
-def test_characters_without_an_encoding_in_the_name_of_a_tool_end_no_run(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_characters_without_an_encoding_in_the_name_of_a_tool_end_no_run(tokenizer, monkeypatch):
     template = TOOLS_TEMPLATE.replace("{{ m['content'] }}", "{{ m['name'] }}{{ m['content'] }}")
     monkeypatch.setattr(tokenizer, "chat_template", template)
     talk = Talk(tokenizer)
@@ -325,9 +314,7 @@ def test_characters_without_an_encoding_in_the_name_of_a_tool_end_no_run(
     assert contents(completion)[1] == "Error: no tool '?'; there are add"
 
 
-def test_calls_are_read_as_the_response_template_of_the_tokenizer_says(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_are_read_as_the_response_template_of_the_tokenizer_says(tokenizer, monkeypatch):
     """Calls in another form, one of them with arguments that are no object, and a message that it cannot read."""
     call_field = {
         "open": "[call]",
@@ -351,27 +338,25 @@ def test_calls_are_read_as_the_response_template_of_the_tokenizer_says(
     assert contents(completion)[:2] == ["I add.", "3"]
     assert contents(completion)[3] == MALFORMED
     assert contents(completion)[5].startswith("Error: the message is not readable")
-    assert completion.conversation is not None
     assert (completion.conversation.calls, completion.conversation.failed_calls) == (3, 2)
     monkeypatch.setitem(call_field, "content", "text")  # calls that are texts
     talk = Talk(tokenizer)
     completion = talk.one(once(words[0], "5"))
     assert contents(completion)[1].startswith("Error: the message is not readable")
-    assert completion.conversation is not None
     assert (completion.conversation.calls, completion.conversation.failed_calls) == (1, 1)
 
 
-def test_the_calls_of_a_turn_are_answered_in_their_order(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_calls_of_a_turn_are_answered_in_their_order(tokenizer):
     talk = Talk(tokenizer)
     completion = talk.one(once(call(a=1, b=1) + call(a=13, b=1) + call(a=2, b=2), "done"))
     assert contents(completion) == ["", "2", "Error: RuntimeError: no 13", "4", "done"]
 
 
-def test_conversations_end_at_the_limits_of_turns_and_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_conversations_end_at_the_limits_of_turns_and_tokens(tokenizer):
     again = once(call(a=1, b=1))
     talk = Talk(tokenizer)
     completion = talk.one(again)
-    assert (completion.conversation.turns, completion.conversation.calls) == (4, 3)  # type: ignore[union-attr]
+    assert (completion.conversation.turns, completion.conversation.calls) == (4, 3)
     assert completion.finish_reason == "length"
     for max_tokens in range(3, 200, 7):
         params = SamplingParams(1, 1.0, max_tokens, ())
@@ -384,9 +369,7 @@ def test_conversations_end_at_the_limits_of_turns_and_tokens(tokenizer: PreTrain
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_requests_come_back_in_order_and_do_not_depend_on_the_others(
-    tokenizer: PreTrainedTokenizerBase, streams: bool
-) -> None:
+def test_requests_come_back_in_order_and_do_not_depend_on_the_others(tokenizer, streams):
     """Conversations of one and two turns; seeds depend on problem, sample and turn alone."""
 
     def reply(prompt: str) -> str:
@@ -406,7 +389,7 @@ def test_requests_come_back_in_order_and_do_not_depend_on_the_others(
     assert [len(group) for group in together[0]] == [2] * 5
 
 
-def test_an_environment_gives_messages_and_the_reward(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_environment_gives_messages_and_the_reward(tokenizer):
     """The guesses converge by the answers; some of the steps are repeated by another worker."""
 
     def reply(prompt: str) -> str:
@@ -425,15 +408,12 @@ def test_an_environment_gives_messages_and_the_reward(tokenizer: PreTrainedToken
     for group in groups:
         for completion in group:
             about = completion.conversation
-            assert about is not None
             assert (about.turns, about.reward, completion.finish_reason) == (2, 1.0, "stop")
             assert about.messages[1]["content"] == f"{about.messages[2]['content']} away"
     assert len({str(contents(group[0])) for group in groups}) > 3
 
 
-def test_replies_to_a_call_of_the_stream_that_ended_early_are_dropped(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replies_to_a_call_of_the_stream_that_ended_early_are_dropped(tokenizer, monkeypatch):
     """They arrive together with the others."""
     talk = Talk(tokenizer)
     poll = talk.pool.poll
@@ -445,14 +425,12 @@ def test_replies_to_a_call_of_the_stream_that_ended_early_are_dropped(
 @pytest.mark.parametrize(
     "message", [5, {"content": "no role"}, {"role": "user"}, {"role": "user", "content": 5}]
 )
-def test_an_environment_returns_texts_or_messages(message: Any) -> None:
+def test_an_environment_returns_texts_or_messages(message):
     with pytest.raises(ValueError, match="texts or messages with role and content, not"):
         tools.as_messages([message])
 
 
-def test_the_environments_used_last_are_kept_and_the_others_repeat_their_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_environments_used_last_are_kept_and_the_others_repeat_their_steps(monkeypatch):
     monkeypatch.setattr(tools, "KEPT_ENVIRONMENTS", 1)
     environments = tools.load_environment(["turns_code:Endless"])
     steps = []
@@ -463,9 +441,7 @@ def test_the_environments_used_last_are_kept_and_the_others_repeat_their_steps(
 
 
 @pytest.mark.parametrize("exit", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_an_exit_in_a_tool_or_an_environment_is_its_error(
-    exit: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exit_in_a_tool_or_an_environment_is_its_error(exit, monkeypatch):
     def leave() -> None:
         raise exit("no")
 
@@ -476,28 +452,25 @@ def test_an_exit_in_a_tool_or_an_environment_is_its_error(
         tools.load_environment(["mine:Env"])
 
 
-def test_an_environment_that_never_ends_or_fails(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_environment_that_never_ends_or_fails(tokenizer):
     talk = Talk(tokenizer, "Endless", max_turns=3)
     completion = talk.one(once("well"))
-    assert (completion.conversation.turns, completion.conversation.reward) == (3, 0.25)  # type: ignore[union-attr]
+    assert (completion.conversation.turns, completion.conversation.reward) == (3, 0.25)
     assert completion.finish_reason == "length"
     params = SamplingParams(1, 1.0, 20, ())
     cut = talk.one(once("well " * 30), params=params)
-    assert (len(cut.token_ids), cut.conversation.reward) == (20, 0.25)  # type: ignore[union-attr]
+    assert (len(cut.token_ids), cut.conversation.reward) == (20, 0.25)
     too_long = talk.one(once("well"), params=SamplingParams(1, 1.0, 10, ()))
-    assert (too_long.conversation.turns, too_long.conversation.reward) == (1, 0.25)  # type: ignore[union-attr]
+    assert (too_long.conversation.turns, too_long.conversation.reward) == (1, 0.25)
     talk = Talk(tokenizer, "Guess")
     completion = talk.one(once("crash"))
     about = completion.conversation
-    assert about is not None
     assert about.reward == "KeyError: 'no such word' (turns_code.py:33, in step)"
     assert about.failed_calls == 1
 
 
 @pytest.mark.slow
-def test_a_message_that_is_cut_is_ended_and_the_conversation_continues(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_a_message_that_is_cut_is_ended_and_the_conversation_continues(tokenizer):
     """The model then reads what the template makes of the conversation, as after a message that it has ended."""
     long = "well " * 30
     talk = Talk(tokenizer, "Endless", max_turns=3, max_tokens=6)
@@ -508,18 +481,18 @@ def test_a_message_that_is_cut_is_ended_and_the_conversation_continues(
     assert lengths[0] == lengths[2] == 6 > lengths[1]
     assert first.token_ids == (tokenizer.convert_tokens_to_ids(END), *second.token_ids)
     asked = [{"role": "user", "content": "What is 0 + 1?"}]
-    messages = [*asked, *completion.conversation.messages[:4]]  # type: ignore[union-attr]
+    messages = [*asked, *completion.conversation.messages[:4]]
     assert read == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     most = len(tokenizer(call(a=1) + END)["input_ids"])
     talk = Talk(tokenizer, max_tokens=most)  # of tools, the last message is the answer
     answered, answer = (talk.one(once(call(a=1), text)) for text in ("2", long * 2))
     unread = talk.one(once(call(a=1) + long, "2"))
     assert [item.finish_reason for item in (answered, answer, unread)] == ["stop", "length", "stop"]
-    assert [item.conversation.turns for item in (answered, answer, unread)] == [2, 2, 2]  # type: ignore[union-attr]
+    assert [item.conversation.turns for item in (answered, answer, unread)] == [2, 2, 2]
 
 
 @pytest.mark.slow
-def test_an_environment_of_trl_has_tools(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_environment_of_trl_has_tools(tokenizer):
     def use(name: str, **arguments: int) -> str:
         return call(**arguments).replace("add", name)
 
@@ -531,21 +504,17 @@ def test_an_environment_of_trl_has_tools(tokenizer: PreTrainedTokenizerBase) -> 
     talk = Talk(tokenizer, "Counter")
     completion = talk.one(once(*words), batches=[prompted])
     about = completion.conversation
-    assert about is not None
     assert contents(completion)[1:3] == ["3", "Error: ValueError: too much"]
     assert contents(completion)[4:] == ["7", "7", "done"]
     assert (about.turns, about.calls, about.failed_calls, about.reward) == (3, 4, 1, 0.7)
     assert completion.finish_reason == "stop"
 
 
-def test_messages_that_cannot_be_rendered_end_their_conversation_alone(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_that_cannot_be_rendered_end_their_conversation_alone(tokenizer, monkeypatch):
     refusing = "{% for m in messages if m['role'] == 'judge' %}{{ raise_exception('no judge') }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", refusing + TOOLS_TEMPLATE)
     talk = Talk(tokenizer, "Odd")
     about = talk.one(once("well")).conversation
-    assert about is not None
     assert (about.messages[1]["content"], about.turns, about.failed_calls) == ("?", 2, 1)
     assert str(about.reward).startswith(
         "the model's chat template refuses a conversation with messages of judge"
@@ -553,7 +522,7 @@ def test_messages_that_cannot_be_rendered_end_their_conversation_alone(
 
 
 @pytest.mark.slow
-def test_tools_and_environments_that_cannot_be_used(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_tools_and_environments_that_cannot_be_used(tokenizer):
     with pytest.raises(ConfigError, match=r"task.tools: 'untyped' needs type hints and a docstring"):
         tool_schemas(("turns_code:untyped",), False)
     with pytest.raises(ConfigError, match=r"task.tools: module 'turns_code' has no function 'sub'"):
@@ -588,7 +557,7 @@ def test_tools_and_environments_that_cannot_be_used(tokenizer: PreTrainedTokeniz
         ('{"name": "f", "arguments": {}} {', '{"name": "f", "arguments": {}} {', []),
     ],
 )
-def test_calls_in_the_format_of_hermes(text: str, content: str, calls: Iterable[Any]) -> None:
+def test_calls_in_the_format_of_hermes(text, content, calls):
     message = parse_calls(text)
     functions = [item["function"] for item in message.get("tool_calls", ())]
     assert message["content"] == content

@@ -49,7 +49,7 @@ def policy() -> Policy:
     return load_policy(RunConfig().model)
 
 
-def test_the_environment_has_no_ranks_and_the_gpus_of_the_engine() -> None:
+def test_the_environment_has_no_ranks_and_the_gpus_of_the_engine():
     names = (
         "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK ROLE_NAME ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT "
         "TORCHELASTIC_RUN_ID BANDPO_NPROC BANDPO_RUN_NAME"
@@ -73,9 +73,7 @@ ALONE, SECOND = Ranks(), Ranks(5, 8, 1)
         (ALONE, "cuda:1", 3, [0]), (SECOND, "cuda:1", 4, [3]), (SECOND, "cuda:1", 3, [1]),
     ],
 )  # fmt: skip
-def test_the_engine_of_each_rank_takes_a_gpu_that_trains_nothing(
-    monkeypatch: Patch, ranks: Ranks, device: str, count: int, expected: list[int]
-) -> None:
+def test_the_engine_of_each_rank_takes_a_gpu_that_trains_nothing(monkeypatch, ranks, device, count, expected):
     if ranks is SECOND:
         for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}.items():
             monkeypatch.setenv(name, value)
@@ -107,7 +105,7 @@ kind = pipe.recv_bytes()
 """
 
 
-def test_weights_through_a_gpu_need_one() -> None:
+def test_weights_through_a_gpu_need_one():
     sections = {"engine": "transformers", "max_lag": 1, "weight_transfer": "cuda-ipc"}
     with pytest.raises(UserError, match="weight_transfer = 'cuda-ipc' needs a GPU"):
         check_engine_settings(RunConfig.model_validate({"sampling": sections}))
@@ -115,9 +113,7 @@ def test_weights_through_a_gpu_need_one() -> None:
     assert names[engine_server._HANDLE_DEVICE] == "storage_device"
 
 
-def test_an_engine_that_cannot_start_is_an_error_and_leaves_no_process(
-    monkeypatch: Patch, policy: Policy
-) -> None:
+def test_an_engine_that_cannot_start_is_an_error_and_leaves_no_process(monkeypatch, policy):
     before, _, _ = STAND_IN.partition("done()\npipe.recv_bytes()\nwhile")
     error = pickle.dumps(Answer(error=ConfigError("vllm is not installed")))
     monkeypatch.setattr(watch, "_CHILD_SOURCE", f"{before}pipe.send_bytes({error!r})\npipe.recv_bytes()")
@@ -141,7 +137,6 @@ def started(monkeypatch: Patch, policy: Policy, line: str) -> EngineProcess:
 
 
 def child_of(engine: EngineProcess) -> ChildProcess:
-    assert engine._child is not None
     return engine._child
 
 
@@ -165,9 +160,7 @@ KILLED = (
 )
 
 
-def test_a_process_that_is_killed_is_an_error_of_the_call_and_of_all_later_ones(
-    monkeypatch: Patch, policy: Policy
-) -> None:
+def test_a_process_that_is_killed_is_an_error_of_the_call_and_of_all_later_ones(monkeypatch, policy):
     engine = started(monkeypatch, policy, "time.sleep(600)")
     sampled = in_a_thread(engine.sample, PROMPTS, PARAMS, 0)
     os.kill(child_of(engine).pid, signal.SIGKILL)
@@ -190,9 +183,7 @@ def test_a_process_that_is_killed_is_an_error_of_the_call_and_of_all_later_ones(
     idle.close()
 
 
-def test_a_process_of_the_engine_that_holds_the_connection_is_ended_with_it(
-    monkeypatch: Patch, policy: Policy
-) -> None:
+def test_a_process_of_the_engine_that_holds_the_connection_is_ended_with_it(monkeypatch, policy):
     """The trainer would wait for an answer that does not come, and memory on a GPU would stay in use."""
     line = "pid = os.fork(); print(pid, flush=True)\nif pid: os._exit(4)\ntime.sleep(600)"
     engine = started(monkeypatch, policy, line)
@@ -202,9 +193,7 @@ def test_a_process_of_the_engine_that_holds_the_connection_is_ended_with_it(
 
 
 @pytest.mark.slow
-def test_an_engine_that_does_not_answer_is_named(
-    monkeypatch: Patch, policy: Policy, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_does_not_answer_is_named(monkeypatch, policy, caplog):
     engine = started(monkeypatch, policy, "time.sleep(600)")
     monkeypatch.setattr(watch, "stall_after", 0.3)
     sampled = in_a_thread(engine.sample, PROMPTS, PARAMS, 0)
@@ -215,7 +204,7 @@ def test_an_engine_that_does_not_answer_is_named(
     assert isinstance(sampled.exception(WAIT_S), RunError)
 
 
-def test_close_ends_a_process_that_samples(monkeypatch: Patch, policy: Policy) -> None:
+def test_close_ends_a_process_that_samples(monkeypatch, policy):
     """The thread that waits for the completions gets an error at once."""
     monkeypatch.setattr(engine_process, "CLOSE_S", 10.0 * WAIT_S)
     engine = started(monkeypatch, policy, "time.sleep(600)")
@@ -228,7 +217,7 @@ def test_close_ends_a_process_that_samples(monkeypatch: Patch, policy: Policy) -
     engine.close()
 
 
-def test_close_ends_a_process_with_an_open_stream(monkeypatch: Patch, policy: Policy) -> None:
+def test_close_ends_a_process_with_an_open_stream(monkeypatch, policy):
     """The end of the stream is then no error."""
     engine = started(
         monkeypatch, policy, "pipe.send(None); pipe.recv_bytes(); pipe.send((0, [])); time.sleep(600)"
@@ -242,7 +231,7 @@ def test_close_ends_a_process_with_an_open_stream(monkeypatch: Patch, policy: Po
     stream.close()
 
 
-def test_close_lets_an_idle_engine_shut_down(monkeypatch: Patch, policy: Policy) -> None:
+def test_close_lets_an_idle_engine_shut_down(monkeypatch, policy):
     engine = started(monkeypatch, policy, "sys.exit(5 if pickle.loads(kind) == ('close',) else 6)")
     engine.close()
     assert child_of(engine).code == 5
@@ -250,7 +239,7 @@ def test_close_lets_an_idle_engine_shut_down(monkeypatch: Patch, policy: Policy)
         engine.sample(PROMPTS, PARAMS, 0)
 
 
-def test_an_interrupted_call_ends_the_process(monkeypatch: Patch, policy: Policy) -> None:
+def test_an_interrupted_call_ends_the_process(monkeypatch, policy):
     """Otherwise its answer would be taken for that of the next call."""
     engine = started(monkeypatch, policy, "time.sleep(600)")
     monkeypatch.setattr(Connection, "recv", Mock(side_effect=KeyboardInterrupt))
@@ -273,7 +262,7 @@ BUSY = (
 
 
 @pytest.mark.slow
-def test_signals_to_the_job_leave_the_process_to_the_trainer(monkeypatch: Patch) -> None:
+def test_signals_to_the_job_leave_the_process_to_the_trainer(monkeypatch):
     """It is in a process group of its own, and SIGTERM, which a cluster sends to every process, does not end it."""
     monkeypatch.setattr(watch, "_CHILD_SOURCE", BUSY)
     child, pipe, _output = start_engine(os.environ)

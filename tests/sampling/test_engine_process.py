@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +85,7 @@ def engine(one_thread: None, policy: Policy) -> Iterator[EngineProcess]:
 
 
 @pytest.mark.slow
-def test_completions_are_those_of_the_engine_in_this_process(policy: Policy) -> None:
+def test_completions_are_those_of_the_engine_in_this_process(policy):
     """Bit by bit, with entropies: with the initial weights, and after a sync of others with them, not before it."""
     initial = in_this_process(policy, 0)
     with closing(EngineProcess(settings(), policy)) as engine:
@@ -101,16 +100,14 @@ def test_completions_are_those_of_the_engine_in_this_process(policy: Policy) -> 
     assert [item.token_ids for item in initial[0]] != [item.token_ids for item in changed[0]]
 
 
-def test_a_stream_gives_the_completions_of_each_request_in_order(
-    engine: EngineProcess, policy: Policy
-) -> None:
+def test_a_stream_gives_the_completions_of_each_request_in_order(engine, policy):
     engine.sync(policy.model, 1)
     groups = [completions_PG for _, completions_PG in engine.sample_stream(iter(REQUESTS), PARAMS)]
     assert groups == [in_this_process(policy, 1, request.seed, request.prompts_P) for request in REQUESTS]
     assert [*engine.sample_stream([], PARAMS)] == []
 
 
-def test_turns_in_the_process_are_those_of_the_engine(engine: EngineProcess, policy: Policy) -> None:
+def test_turns_in_the_process_are_those_of_the_engine(engine, policy):
     """The second request is made of the first completion, and is not there when the engine first asks for it."""
     engine.sync(policy.model, 1)
     own = TransformersSampler(policy.model, policy.pad_id)
@@ -132,7 +129,7 @@ def test_turns_in_the_process_are_those_of_the_engine(engine: EngineProcess, pol
     assert of_process == found
 
 
-def test_a_stream_that_ends_early_leaves_the_engine_usable(engine: EngineProcess, policy: Policy) -> None:
+def test_a_stream_that_ends_early_leaves_the_engine_usable(engine, policy):
     def requests() -> Iterator[SampleRequest]:
         yield REQUESTS[0]
         raise ValueError("the data set ended")
@@ -163,12 +160,8 @@ CHANGES: list[tuple[str, Callable[[Weights], Weights]]] = [
 
 @pytest.mark.parametrize(("message", "change"), CHANGES)
 def test_weights_that_are_not_exactly_those_of_the_model_are_refused(
-    engine: EngineProcess,
-    policy: Policy,
-    monkeypatch: pytest.MonkeyPatch,
-    message: str,
-    change: Callable[[Weights], Weights],
-) -> None:
+    engine, policy, monkeypatch, message, change
+):
     """The engine then has no weights to sample with until the next sync."""
     monkeypatch.setattr(
         engine_process, "checkpoint_weights", lambda model: iter(change([*checkpoint_weights(model)]))
@@ -183,7 +176,7 @@ def test_weights_that_are_not_exactly_those_of_the_model_are_refused(
 
 
 @pytest.mark.slow
-def test_adapters_are_merged_into_the_bfloat16_weights_of_the_process() -> None:
+def test_adapters_are_merged_into_the_bfloat16_weights_of_the_process():
     config = settings(lora={"rank": 4}, dtype="bfloat16")
     adapted, merged = load_policy(config.model), load_policy(settings(dtype="bfloat16").model)
     base = in_this_process(merged, 0)
@@ -196,7 +189,7 @@ def test_adapters_are_merged_into_the_bfloat16_weights_of_the_process() -> None:
         assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(merged, 0) != base
 
 
-def test_weights_arrive_with_every_bit() -> None:
+def test_weights_arrive_with_every_bit():
     """Whatever their shapes, strides and dtypes, and more of them than slots; the receiver copies none."""
     weights = {
         "matrix": torch.randn(7, 9).T,
@@ -246,7 +239,7 @@ def enlarge(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_have_an_engine_each_with_all_weights(tmp_path: Path) -> None:
+def test_two_ranks_have_an_engine_each_with_all_weights(tmp_path):
     """A failure of one is raised on both, and neither waits for the other."""
     single = load_policy(settings().model)
     enlarge(single.model)
@@ -278,7 +271,7 @@ def stub(one_thread: None, policy: Policy) -> Iterator[EngineProcess]:
 
 
 @pytest.mark.slow
-def test_an_engine_with_weights_of_its_own_loads_what_it_receives() -> None:
+def test_an_engine_with_weights_of_its_own_loads_what_it_receives():
     """The process has no policy; the trainer compares its own log-probs with those of the engine."""
     policy = load_policy(settings().model)
     with forked_engines() as patch:
@@ -293,9 +286,7 @@ def test_an_engine_with_weights_of_its_own_loads_what_it_receives() -> None:
         assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(policy, 4)
 
 
-def test_an_engine_that_fails_at_its_first_completions_cannot_run_the_model(
-    monkeypatch: pytest.MonkeyPatch, policy: Policy
-) -> None:
+def test_an_engine_that_fails_at_its_first_completions_cannot_run_the_model(monkeypatch, policy):
     monkeypatch.setattr(SampleOnce, "seed", 3)
     with forked_engines() as patch:
         patch.setattr(engine_process, "SyncCheck", SampleOnce)
@@ -313,9 +304,7 @@ def test_an_engine_that_fails_at_its_first_completions_cannot_run_the_model(
         (7, RunError, "the engine process failed: ValueError: no such token"),
     ],
 )
-def test_errors_are_raised_with_their_type_and_text(
-    stub: EngineProcess, seed: int, kind: type[Exception], text: str
-) -> None:
+def test_errors_are_raised_with_their_type_and_text(stub, seed, kind, text):
     with pytest.raises(kind) as caught:
         stub.sample(PROMPTS, PARAMS, seed)
     assert (type(caught.value), str(caught.value)) == (kind, text)
@@ -326,7 +315,7 @@ def test_errors_are_raised_with_their_type_and_text(
 
 
 @pytest.mark.parametrize("seed", [5, 6, 8])
-def test_out_of_memory_in_the_process_is_out_of_memory_in_the_trainer(stub: EngineProcess, seed: int) -> None:
+def test_out_of_memory_in_the_process_is_out_of_memory_in_the_trainer(stub, seed):
     size = "MemoryError" if seed == 8 else "CUDA out of memory. Tried to allocate 2.00 GiB"
     with (
         pytest.raises(RunError, match=rf"^out of memory \(engine process: {size}\); for less memory"),
@@ -335,7 +324,7 @@ def test_out_of_memory_in_the_process_is_out_of_memory_in_the_trainer(stub: Engi
         stub.sample(PROMPTS, PARAMS, seed)
 
 
-def test_completions_keep_every_bit_and_may_have_no_entropies(stub: EngineProcess, policy: Policy) -> None:
+def test_completions_keep_every_bit_and_may_have_no_entropies(stub, policy):
     stub.sync(policy.model, 5)
     groups = stub.sample([(3, 4), ()], SamplingParams(2, 1.0, 8, ()), seed=0)
     floats = stub_engine.FLOATS
@@ -346,7 +335,7 @@ def test_completions_keep_every_bit_and_may_have_no_entropies(stub: EngineProces
     assert stub.sample([], PARAMS, 0) == []
 
 
-def test_a_failed_check_of_the_engine_is_raised_by_the_sync(stub: EngineProcess, policy: Policy) -> None:
+def test_a_failed_check_of_the_engine_is_raised_by_the_sync(stub, policy):
     with pytest.raises(StaleEngineError, match="the engine's check failed"):
         stub.sync(policy.model, 666)
     with pytest.raises(StaleEngineError):
@@ -355,22 +344,20 @@ def test_a_failed_check_of_the_engine_is_raised_by_the_sync(stub: EngineProcess,
     assert stub.sample(PROMPTS, PARAMS, 0)[0][0].policy_version == 6
 
 
-def test_warnings_are_logged_once_by_the_trainer(
-    stub: EngineProcess, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warnings_are_logged_once_by_the_trainer(stub, caplog):
     with caplog.at_level(logging.DEBUG, "bandpo_cli"):
         stub.sample(PROMPTS, PARAMS, stub_engine.WARNING_SEED)
         stub.sample(PROMPTS, PARAMS, 0)
     assert caplog.record_tuples == [("bandpo_cli", logging.WARNING, "a warning of the engine")]
 
 
-def test_the_process_is_a_single_one_whose_engine_never_sleeps(stub: EngineProcess) -> None:
+def test_the_process_is_a_single_one_whose_engine_never_sleeps(stub):
     assert RunConfig().sampling.vllm.sleep
     expected = {"engine": "stub", "max_lag": "0", "sleep": "False", "rank": "none", "threads": "1"}
     assert stub.describe() == expected
 
 
-def test_the_process_loads_the_model_that_the_trainer_has_loaded(policy: Policy, tmp_path: Path) -> None:
+def test_the_process_loads_the_model_that_the_trainer_has_loaded(policy, tmp_path):
     """On the hub another commit may have become the latest one; a folder with an adapter names the commit itself."""
     model = settings(path="some/model", dtype="auto", lora={"rank": 4}).model
     loaded = engine_process._model_settings(model, replace(policy, commit="0a1b"))

@@ -1,15 +1,12 @@
 """Prompts as the model reads them: ids, questions, special tokens, ends of prompts, inserted turns."""
 
-import io
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +19,7 @@ from bandpo_cli.sampling.rollouts import encode_prompts
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.build import build_components
 from bandpo_cli.types import Message, Problem
+from tests.conftest import output_of
 from tests.text_model import TEMPLATE, character_tokenizer, save_text_model
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
@@ -63,7 +61,7 @@ def names(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[str]:
 # Ids
 
 
-def test_a_token_without_an_embedding_is_refused_with_its_place() -> None:
+def test_a_token_without_an_embedding_is_refused_with_its_place():
     tokenizer = tokenizer_of()
     tokenizer.add_tokens(["<new>"])
     rows = len(tokenizer) - 1
@@ -92,7 +90,7 @@ def test_a_token_without_an_embedding_is_refused_with_its_place() -> None:
 
 
 @pytest.mark.parametrize("template", [PARTS, TEMPLATE.replace("content", "text")])
-def test_a_template_that_drops_the_question_is_refused(template: str) -> None:
+def test_a_template_that_drops_the_question_is_refused(template):
     encoder = PromptEncoder(tokenizer_of(template))
     with pytest.raises(
         ConfigError, match="training: the different questions of p0 and p1 have the same prompt"
@@ -114,14 +112,14 @@ def test_a_template_that_drops_the_question_is_refused(template: str) -> None:
         (TEMPLATE.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}"), 3),
     ],
 )
-def test_texts_that_are_not_in_the_prompt_as_written_are_noted(template: str, noted: int) -> None:
+def test_texts_that_are_not_in_the_prompt_as_written_are_noted(template, noted):
     encoder = PromptEncoder(tokenizer_of(template))
     asked = problems("What is 1+1? ", "what  is 1+1?", "What is 2+2?", system="Be brief.")
     notes = notes_on(encoder, asked)
     assert [re.search(r"drops (\d+) text", note)[1] for note in notes] == [str(noted)] * (noted > 0)
 
 
-def test_questions_with_the_text_of_a_special_token_are_counted() -> None:
+def test_questions_with_the_text_of_a_special_token_are_counted():
     encoder = PromptEncoder(tokenizer_of())
     many = problems(*(f"What is {i}+1?" for i in range(50)), "a <|im_end|> b", "What is <s>?")
     (note,) = notes_on(encoder, many)
@@ -134,7 +132,7 @@ def test_questions_with_the_text_of_a_special_token_are_counted() -> None:
 # Ends of prompts
 
 
-def test_a_raw_prompt_has_no_token_at_its_end_that_the_tokenizer_adds() -> None:
+def test_a_raw_prompt_has_no_token_at_its_end_that_the_tokenizer_adds():
     tokenizer = tokenizer_of(None)
     plain = tokenizer("What is 7+1?")["input_ids"]
     start, end = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
@@ -161,7 +159,7 @@ def test_a_raw_prompt_has_no_token_at_its_end_that_the_tokenizer_adds() -> None:
         ),
     ],
 )
-def test_a_template_without_a_generation_prompt_is_noted(template: str, header: str | None) -> None:
+def test_a_template_without_a_generation_prompt_is_noted(template, header):
     notes = PromptEncoder(tokenizer_of(template)).notes(problems("1+1"))
     assert len(notes) == (header is not None)
     assert all(repr(header) in note for note in notes)
@@ -170,7 +168,7 @@ def test_a_template_without_a_generation_prompt_is_noted(template: str, header: 
 # Turns
 
 
-def test_control_tokens_of_a_result_stay_text() -> None:
+def test_control_tokens_of_a_result_stay_text():
     tokenizer = tokenizer_of(TOOLS + TEMPLATE)
     tokenizer.add_tokens(
         ["im_"]
@@ -188,7 +186,7 @@ def test_control_tokens_of_a_result_stay_text() -> None:
             assert tokenizer.decode(ids) == tokenizer.decode(harmless).replace("1", message["content"], 1)
 
 
-def test_results_without_control_tokens_have_the_tokens_of_the_template() -> None:
+def test_results_without_control_tokens_have_the_tokens_of_the_template():
     tokenizer = tokenizer_of(TOOLS + TEMPLATE)
     content = "a < b | c im_end x > y"
     ids = PromptEncoder(tokenizer, "auto", SCHEMA).turn_ids([{"role": "tool", "content": content}])
@@ -207,9 +205,7 @@ def test_results_without_control_tokens_have_the_tokens_of_the_template() -> Non
         ({}, None, "^task.tools and task.environment need a chat template"),
     ],
 )  # fmt: skip
-def test_a_template_that_drops_what_follows_a_turn_is_refused(
-    arguments: dict[str, Any], template: str | None, message: str | None
-) -> None:
+def test_a_template_that_drops_what_follows_a_turn_is_refused(arguments, template, message):
     if message is None:
         PromptEncoder(tokenizer_of(template), "auto", arguments).check_turn()
         return
@@ -241,9 +237,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("good", "long", "the model reads at most"),
     ],
 )
-def test_prompts_are_checked_without_the_weights_as_with_them(
-    folder: Path, data: str, template: str, message: str | None
-) -> None:
+def test_prompts_are_checked_without_the_weights_as_with_them(folder, data, template, message):
     """Without the weights the number of embeddings is that of config.json."""
     from transformers import AutoTokenizer
 
@@ -265,14 +259,13 @@ def test_prompts_are_checked_without_the_weights_as_with_them(
         with pytest.raises(ConfigError, match=message):
             check()
     if message is None:
-        output = io.StringIO()  # no terminal, so that no style is visible
-        print_dry_run(Console(file=output, width=200), plan_training(config, folder / "runs"))
+        text = output_of(print_dry_run, plan_training(config, folder / "runs"), width=200)
         ends = [tokenizer.convert_tokens_to_ids(name) for name in ("<|im_start|>", "<|im_end|>")]
         start, end = (
             f"{name} ({token})" for name, token in zip(("<|im_start|>", "<|im_end|>"), ends, strict=True)
         )
-        assert f"special tokens  {start}, {end}, {start}\n" in output.getvalue()
+        assert f"special tokens  {start}, {end}, {start}\n" in text
         tokens = len(
             tokenizer(PromptEncoder(tokenizer).encode(task.train_problems()[:1])[0].text)["input_ids"]
         )
-        assert f"{tokens} tokens (sampling.max_prompt_tokens" in output.getvalue()
+        assert f"{tokens} tokens (sampling.max_prompt_tokens" in text

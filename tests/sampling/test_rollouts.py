@@ -63,9 +63,7 @@ def problem(prompt: Prompt) -> Problem:
         (TEMPLATE, "raw", "2 plus", "2 plus", (8, 9)),  # plain text has no special tokens
     ],
 )  # fmt: skip
-def test_prompts_as_text_and_tokens(
-    template: str | None, setting: str, prompt: Prompt, text: str, token_ids: tuple[int, ...]
-) -> None:
+def test_prompts_as_text_and_tokens(template, setting, prompt, text, token_ids):
     """Alone, and in a batch with other kinds of prompts."""
     encoder = PromptEncoder(tokenizer_of(template), setting)
     _, encoded, _ = encoder.encode([problem("be"), problem(prompt), problem(CHAT)])
@@ -73,7 +71,7 @@ def test_prompts_as_text_and_tokens(
     assert encoder.encode([problem(prompt)]) == [encoded]
 
 
-def test_a_template_that_is_missing_or_refuses_is_an_error() -> None:
+def test_a_template_that_is_missing_or_refuses_is_an_error():
     with pytest.raises(ConfigError, match=r"model\.prompts=raw"):
         PromptEncoder(tokenizer_of(None), "chat")
     refusing = tokenizer_of(TEMPLATE.replace("and strict", "and true"))
@@ -81,7 +79,7 @@ def test_a_template_that_is_missing_or_refuses_is_an_error() -> None:
         PromptEncoder(refusing).encode([problem(CHAT)])
 
 
-def test_arguments_of_the_chat_template() -> None:
+def test_arguments_of_the_chat_template():
     """The value of an argument may be the template's default; an argument that the template ignores is an error."""
     (plain,) = PromptEncoder(tokenizer_of(THINKING)).encode([problem(CHAT)])
     for value, added, effect in (
@@ -105,7 +103,7 @@ def test_arguments_of_the_chat_template() -> None:
             PromptEncoder(tokenizer, "auto", arguments).encode([problem(CHAT)])
 
 
-def test_long_and_empty_prompts_are_left_out_in_order() -> None:
+def test_long_and_empty_prompts_are_left_out_in_order():
     encoder = PromptEncoder(tokenizer_of(None), "raw")
     short, long, empty = problem("2 plus 2"), problem("2 plus 2 plus 2"), problem("")
     for limit, problems, expected in (
@@ -120,7 +118,7 @@ def completion(*ids: int, version: int = 0) -> Completion:
     return Completion(ids, (-0.5,) * len(ids), "stop" if ids[-1] == END else "length", version)
 
 
-def test_rewards_have_the_configured_range_and_overlong_penalty() -> None:
+def test_rewards_have_the_configured_range_and_overlong_penalty():
     """Computed by hand: −1 to 1, and a penalty that grows by 0.2 per token over the last 4 of 6 tokens.
 
     Graders get each completion without special tokens, and with its problem.
@@ -151,7 +149,7 @@ def test_rewards_have_the_configured_range_and_overlong_penalty() -> None:
         }
 
 
-def test_completion_of_an_old_version_raises_stale_engine_error() -> None:
+def test_completion_of_an_old_version_raises_stale_engine_error():
     new, old, requests = (
         completion(TWO, version=4),
         completion(TWO, version=3),
@@ -168,7 +166,7 @@ def test_completion_of_an_old_version_raises_stale_engine_error() -> None:
                 list(stream_completions(sampler, requests, PARAMS, version=4))
 
 
-def test_prompts_that_are_all_too_long_are_reported_with_the_share_of_the_template() -> None:
+def test_prompts_that_are_all_too_long_are_reported_with_the_share_of_the_template():
     """Words are tokens here. The template has 6 and the chat template 5: <s> user ... </s> <s> assistant."""
     template = "be brief be {question} brief be brief"
     config = resolve([
@@ -202,9 +200,7 @@ def test_prompts_that_are_all_too_long_are_reported_with_the_share_of_the_templa
         (TEMPLATE, "auto", CHAT, False),
     ],
 )
-def test_a_missing_chat_template_is_noted(
-    template: str | None, prompts: str, prompt: Prompt, noted: bool
-) -> None:
+def test_a_missing_chat_template_is_noted(template, prompts, prompt, noted):
     notes = PromptEncoder(tokenizer_of(template), prompts).notes([problem(prompt)])
     assert len(notes) == noted
     assert all("chat_template.jinja" in note and "model.prompts=raw" in note for note in notes)
@@ -232,7 +228,7 @@ def turns(end: str) -> str:
         (None, None),
     ],
 )  # fmt: skip
-def test_the_token_after_an_assistants_message(template: str | None, token: str | None) -> None:
+def test_the_token_after_an_assistants_message(template, token):
     tokenizer = word_tokenizer(template, special=["<|im_start|>", "<|im_end|>", "<|end|>", "<|end|>>"])
     expected = None if token is None else tokenizer.convert_tokens_to_ids(token)
     assert end_of_turn_id(tokenizer) == expected
@@ -263,7 +259,7 @@ def components_of(base_model: Path, tmp_path: Path, layer: dict[str, Any] | None
     return build_components(config, build_task(config.task))
 
 
-def test_completions_of_chat_prompts_end_at_the_end_of_a_turn(base_model: Path, tmp_path: Path) -> None:
+def test_completions_of_chat_prompts_end_at_the_end_of_a_turn(base_model, tmp_path):
     components = components_of(base_model, tmp_path)
     end_of_sequence, end_of_turn = 0, 2
     assert components.policy.stop_ids == (end_of_sequence,)
@@ -283,21 +279,19 @@ def test_completions_of_chat_prompts_end_at_the_end_of_a_turn(base_model: Path, 
 @pytest.mark.parametrize(
     "layer", [{"model": {"prompts": "raw"}}, {"task": {"name": "countdown", "numbers": 3, "max_number": 4}}]
 )
-def test_prompts_without_the_template_end_at_the_end_of_the_sequence_only(
-    base_model: Path, tmp_path: Path, layer: dict[str, Any]
-) -> None:
+def test_prompts_without_the_template_end_at_the_end_of_the_sequence_only(base_model, tmp_path, layer):
     components = components_of(base_model, tmp_path, layer)
     assert components.params.stop_ids == (0,)
     components.close()
 
 
-def test_completions_longer_than_the_context_are_refused() -> None:
+def test_completions_longer_than_the_context_are_refused():
     config = resolve([{"sampling": {"max_tokens": 500}}])  # the context length of the bundled model is 512
     with pytest.raises(ConfigError, match=r"at most 512; .* such as --set sampling\.max_tokens=448"):
         build_components(config, build_task(config.task))
 
 
-def test_problems_with_long_prompts_are_dropped_and_counted() -> None:
+def test_problems_with_long_prompts_are_dropped_and_counted():
     config = resolve([{"task": {"max_number": 10, "numbers": 3}, "sampling": {"max_prompt_tokens": 10}}])
     task = build_task(config.task)
     components = build_components(config, task)

@@ -22,7 +22,7 @@ STOPS = ("ab", " b", "</a>", "é", "b\n", "…", "a<end>")
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of bytes and of some longer tokens, as most models have: é is two tokens, … is three."""
-    return character_tokenizer("", [*bytes_of("éa b</>\n…cdefgh"), "ab", "Ġb", "</"], ["<end>"], "<end>")  # type: ignore[arg-type]
+    return character_tokenizer("", [*bytes_of("éa b</>\n…cdefgh"), "ab", "Ġb", "</"], ["<end>"], "<end>")
 
 
 def bytes_of(text: str) -> list[str]:
@@ -52,7 +52,7 @@ def first_end(tokenizer: Any, ids: list[int], stops: Any) -> int | None:
 
 
 @pytest.mark.parametrize("make", [byte_tokenizer, sentencepiece_tokenizer])
-def test_the_end_is_the_first_token_whose_text_from_the_start_has_a_string(make: Any) -> None:
+def test_the_end_is_the_first_token_whose_text_from_the_start_has_a_string(make):
     tokenizer, rng, ends = make(), random.Random(0), set()
     for number in range(600):
         ids = [rng.randrange(len(tokenizer)) for _ in range(rng.randrange(1, 30))]
@@ -77,7 +77,7 @@ def check_ends(found: list[Completion], plain: list[Completion], tokenizer: Any,
     assert any(end == 12 and item.finish_reason == "length" for end, item in zip(ends, plain, strict=True))
 
 
-def test_completions_end_with_the_token_that_completes_a_string() -> None:
+def test_completions_end_with_the_token_that_completes_a_string():
     """Up to there they are the completions without stop strings; one that ends at the limit has not been truncated."""
     tokenizer = byte_tokenizer()
     model = random_model()
@@ -89,7 +89,7 @@ def test_completions_end_with_the_token_that_completes_a_string() -> None:
     check_ends(found, plain, tokenizer, STOPS[:3])
 
 
-def test_settings_without_a_meaning_are_refused_and_one_text_is_a_list() -> None:
+def test_settings_without_a_meaning_are_refused_and_one_text_is_a_list():
     with pytest.raises(ConfigError, match=r"task\.max_turn_tokens = 5: without tools or an environment"):
         resolve({"task": {"max_turn_tokens": 5}})
     with pytest.raises(ConfigError, match=r"task\.max_turns = 3: without tools or an environment"):

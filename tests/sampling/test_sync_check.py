@@ -4,7 +4,6 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ def check(model: PreTrainedModel, engine: Engine) -> float:
     return sync_check.gap
 
 
-def test_the_gap_is_the_mean_of_all_absolute_differences() -> None:
+def test_the_gap_is_the_mean_of_all_absolute_differences():
     """A float64 copy of the model gives the log-probs; the shifts add up to 4 over 32 tokens."""
     model, prompt = random_model(), (3, 1, 4, 1, 5)
     params = SamplingParams(samples=4, temperature=1.0, max_tokens=8, stop_ids=())
@@ -85,14 +84,14 @@ def test_the_gap_is_the_mean_of_all_absolute_differences() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_synced_engine_passes_at_the_first_attempt(dtype: torch.dtype) -> None:
+def test_a_synced_engine_passes_at_the_first_attempt(dtype):
     model = random_model().to(dtype)
     engine = Engine(copy.deepcopy(model))
     assert check(model, engine) < (1e-5 if dtype == torch.float32 else HALF_PRECISION_LIMIT / 2)
     assert len(engine.prompts) == 1
 
 
-def test_one_token_far_off_in_16_bits_is_no_error() -> None:
+def test_one_token_far_off_in_16_bits_is_no_error():
     """One token off by 2 nats is 0.06 on average: rounding at a token that the policy hardly ever samples."""
     model = random_model().bfloat16()
     engine = Engine(model, [2.0])
@@ -100,7 +99,7 @@ def test_one_token_far_off_in_16_bits_is_no_error() -> None:
     assert len(engine.prompts) == 1
 
 
-def test_a_probe_above_the_limit_is_repeated_once_with_other_tokens() -> None:
+def test_a_probe_above_the_limit_is_repeated_once_with_other_tokens():
     model = random_model().bfloat16()
     once, always = Engine(model, *FAR_OFF, failing=1), Engine(model, *FAR_OFF)
     assert check(model, once) < HALF_PRECISION_LIMIT
@@ -111,13 +110,13 @@ def test_a_probe_above_the_limit_is_repeated_once_with_other_tokens() -> None:
     assert len(always.prompts) == ATTEMPTS
 
 
-def test_log_probs_that_are_not_numbers_raise() -> None:
+def test_log_probs_that_are_not_numbers_raise():
     model = random_model()
     with pytest.raises(StaleEngineError, match="nan nats"):
         check(model, Engine(model, [math.nan]))
 
 
-def test_the_first_sync_one_in_ten_and_those_after_a_failure_are_checked_completely() -> None:
+def test_the_first_sync_one_in_ten_and_those_after_a_failure_are_checked_completely():
     schedule, complete = SyncCheck(None, LONG), []
     for index in range(32):
         try:
@@ -133,9 +132,7 @@ def test_the_first_sync_one_in_ten_and_those_after_a_failure_are_checked_complet
 @pytest.mark.parametrize(
     ("dtype", "noise", "factor"), [(torch.float32, 0.01, 1.01), (torch.bfloat16, 0.3, 3.0)]
 )
-def test_a_layer_that_was_not_synced_and_a_scaled_tensor_raise(
-    dtype: torch.dtype, noise: float, factor: float
-) -> None:
+def test_a_layer_that_was_not_synced_and_a_scaled_tensor_raise(dtype, noise, factor):
     """A small update in float32, a large one in bfloat16."""
     model, generator = random_model().to(dtype), torch.Generator().manual_seed(0)
     old, scaled = copy.deepcopy(model), copy.deepcopy(model)
@@ -153,7 +150,7 @@ def test_a_layer_that_was_not_synced_and_a_scaled_tensor_raise(
 
 
 @pytest.mark.slow
-def test_the_first_prompt_is_natural_for_the_policy() -> None:
+def test_the_first_prompt_is_natural_for_the_policy():
     """Its tokens are as likely as samples are, unlike ids taken at random."""
     policy = load_policy(ModelConfig(dtype="bfloat16"))
     engine = Engine(policy.model)
@@ -172,7 +169,7 @@ def test_the_first_prompt_is_natural_for_the_policy() -> None:
     assert mean_logprob(unnatural) < -4
 
 
-def test_the_prompt_is_the_start_of_the_latest_rollout_that_is_long_enough() -> None:
+def test_the_prompt_is_the_start_of_the_latest_rollout_that_is_long_enough():
     model = random_model()
     sync_check, engine = SyncCheck(policy_of(model), 28), Engine(model)
     sync_check.check(model, 0, engine)
@@ -186,7 +183,7 @@ def test_the_prompt_is_the_start_of_the_latest_rollout_that_is_long_enough() -> 
 
 
 @pytest.mark.parametrize(("max_model_len", "prompt", "completion"), [(2, 1, 1), (5, 1, 4), (12, 4, 8)])
-def test_short_contexts(max_model_len: int, prompt: int, completion: int) -> None:
+def test_short_contexts(max_model_len, prompt, completion):
     model = random_model()
     engine = Engine(model)
     SyncCheck(policy_of(model), max_model_len).check(model, 0, engine)
@@ -210,7 +207,7 @@ def checked(ranks: Ranks) -> list[tuple[int, float, str | None]]:
 
 
 @pytest.mark.slow
-def test_all_ranks_repeat_the_probe_that_failed_on_one_and_stop_together(tmp_path: Path) -> None:
+def test_all_ranks_repeat_the_probe_that_failed_on_one_and_stop_together(tmp_path):
     """Without a failure one probe is enough; two failures on one rank are an error on all."""
     for agreed, repeated, stale in run_ranks(2, tmp_path / "ranks", checked):
         assert (agreed[0], agreed[2]) == (1, None)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from bandpo_cli.config.run import RunConfig
@@ -29,7 +28,7 @@ PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10)]
 PARAMS = SamplingParams(samples=5, temperature=0.8, max_tokens=12, stop_ids=(2, 3))
 
 
-def test_log_probs_equal_the_trainers(model: PreTrainedModel) -> None:
+def test_log_probs_equal_the_trainers(model):
     """Left padding, the repeated cache and the removal of ended completions do not change them."""
     groups = TransformersSampler(model, pad_id=0).sample(PROMPTS, PARAMS, seed=1)
     assert [len(group) for group in groups] == [5, 5, 5]
@@ -39,7 +38,7 @@ def test_log_probs_equal_the_trainers(model: PreTrainedModel) -> None:
         torch.testing.assert_close(ours, token_logprobs(model, batch, 0.8).logprobs, atol=2e-5, rtol=1e-5)
 
 
-def test_logits_of_a_bfloat16_model_are_not_rounded_to_bfloat16() -> None:
+def test_logits_of_a_bfloat16_model_are_not_rounded_to_bfloat16():
     """The log-probs of first tokens are those of the model's hidden state times its output layer in float32."""
     model = random_model("llama")
     with torch.no_grad():
@@ -60,7 +59,7 @@ def test_logits_of_a_bfloat16_model_are_not_rounded_to_bfloat16() -> None:
     assert model.lm_head(hidden).dtype == torch.bfloat16, "the model is as it was"
 
 
-def test_completions_end_at_a_stop_token_or_the_token_limit(model: PreTrainedModel) -> None:
+def test_completions_end_at_a_stop_token_or_the_token_limit(model):
     completions = list(itertools.chain(*TransformersSampler(model, 0).sample(PROMPTS, PARAMS, seed=2)))
     for completion in completions:
         *before, last = completion.token_ids
@@ -70,7 +69,7 @@ def test_completions_end_at_a_stop_token_or_the_token_limit(model: PreTrainedMod
     assert {c.finish_reason for c in completions} == {"stop", "length"}
 
 
-def test_completions_depend_on_the_seed_and_carry_the_policy_version() -> None:
+def test_completions_depend_on_the_seed_and_carry_the_policy_version():
     sampler = TransformersSampler(random_model(), 0)
     assert sampler.sample(PROMPTS, PARAMS, 7) == sampler.sample(PROMPTS, PARAMS, 7)
     assert sampler.sample(PROMPTS, PARAMS, 7) != sampler.sample(PROMPTS, PARAMS, 8)
@@ -79,7 +78,7 @@ def test_completions_depend_on_the_seed_and_carry_the_policy_version() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_sampled_tokens_follow_the_distribution(temperature: float) -> None:
+def test_sampled_tokens_follow_the_distribution(temperature):
     """Chi-squared test against the exact probabilities; the 0.9999 quantile for 7 degrees of freedom is 29.9."""
     logits = torch.tensor([1.0, -2.0, 0.3, 0.0, 2.0, -30.0, 1.5, 0.7, -0.5])
     n = 40_000
@@ -94,7 +93,7 @@ def test_sampled_tokens_follow_the_distribution(temperature: float) -> None:
     torch.testing.assert_close(logprobs.double(), probabilities.log()[tokens], atol=1e-5, rtol=1e-5)
 
 
-def test_extreme_random_numbers_select_valid_tokens() -> None:
+def test_extreme_random_numbers_select_valid_tokens():
     """0 must not select a token of probability 0, and the number just below 1 must not exceed the last token."""
     logits = torch.tensor([[-1e9, 0.0, 0.0, -1e9]])
     for uniform, token in [(0.0, 1), (1.0 - 2**-53, 2)]:
@@ -102,7 +101,7 @@ def test_extreme_random_numbers_select_valid_tokens() -> None:
         assert sampled.item() == token
 
 
-def test_max_sequences_limits_the_batch_size() -> None:
+def test_max_sequences_limits_the_batch_size():
     """At most eleven completions: two prompts with five each, then the third prompt; all prompts are sampled."""
     model = random_model()
     sizes: list[int] = []
@@ -117,7 +116,7 @@ def test_max_sequences_limits_the_batch_size() -> None:
     assert [len(group) for group in groups] == [5, 5, 5]
 
 
-def test_completions_depend_on_the_seed_plus_the_index_of_the_prompt() -> None:
+def test_completions_depend_on_the_seed_plus_the_index_of_the_prompt():
     """In batches of any size, and in a call of their own; and they do not depend on when others end."""
     model, params = random_model(), replace(PARAMS, max_tokens=70)
 
@@ -136,9 +135,7 @@ def test_completions_depend_on_the_seed_plus_the_index_of_the_prompt() -> None:
         assert tokens == more[: len(tokens)]
 
 
-def test_ended_completions_in_the_batch_do_not_change_the_others(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ended_completions_in_the_batch_do_not_change_the_others(model, monkeypatch):
     """They are kept to the end, until half of the batch has ended, or removed at once."""
     params = replace(PARAMS, samples=16, entropy=True)
     expected = [*itertools.chain(*TransformersSampler(model, 0).sample(PROMPTS, params, seed=4))]
@@ -152,7 +149,7 @@ def test_ended_completions_in_the_batch_do_not_change_the_others(
             assert one.entropies == pytest.approx(other.entropies, abs=1e-5)
 
 
-def test_a_growing_cache_holds_what_a_concatenated_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growing_cache_holds_what_a_concatenated_one_holds(monkeypatch):
     """Through a repetition, growth beyond the spare room, and a selection."""
     monkeypatch.setattr(attention, "MIN_SPARE_TOKENS", 2)
     generator = torch.Generator().manual_seed(0)
@@ -176,7 +173,7 @@ def test_a_growing_cache_holds_what_a_concatenated_one_holds(monkeypatch: pytest
         update(3, 1)
 
 
-def test_a_further_token_is_written_in_place() -> None:
+def test_a_further_token_is_written_in_place():
     layer = GrowingLayer(100)
     layer.update(*torch.zeros(2, 1, 1, 5, 2))
     layer.update(*torch.ones(2, 1, 1, 1, 2))
@@ -187,7 +184,7 @@ def test_a_further_token_is_written_in_place() -> None:
     assert [type(item) for item in cache.layers] == [GrowingLayer] * 2
 
 
-def test_each_conversation_has_its_own_seed_and_limit() -> None:
+def test_each_conversation_has_its_own_seed_and_limit():
     """The completions of turns are those of each conversation alone."""
     sampler = TransformersSampler(random_model(), pad_id=0)
     turns = [Turn(90, 3), Turn(7, 9), Turn(8, 1)]

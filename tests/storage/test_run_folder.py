@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import cast
 from unittest import mock
 
 import numpy as np
@@ -36,7 +35,7 @@ from bandpo_cli.storage.run_folder import (
     unused_name,
 )
 from bandpo_cli.storage.run_record import read_stored_run, read_summary
-from bandpo_cli.storage.tables import TOKEN_COLUMNS, EvalRow, TokenValues, eval_table, read_token_values
+from bandpo_cli.storage.tables import TOKEN_COLUMNS, TokenValues, eval_table, read_token_values
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 from tests.tasks.stored_completions import ROW
 
@@ -343,7 +342,6 @@ def holder(folder: Path, how: str = "single") -> Iterator[subprocess.Popen[str]]
     """Start a process that holds the lock of `folder` within the body; kill it and its children afterwards."""
     command = [sys.executable, "-c", HOLD, str(folder), how]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     try:
         yield process
@@ -406,7 +404,7 @@ _ROWS = st.fixed_dictionaries(
 def test_a_table_of_completions_equals_the_one_of_pyarrow(rows):
     """Any text, NaN and infinities included; blocks of three rows, so that there are up to three of them."""
     with mock.patch.object(tables, "_ROWS_PER_BLOCK", 3):
-        found = eval_table(cast("list[EvalRow]", rows))
+        found = eval_table(rows)
     expected = pa.Table.from_pylist(rows, schema=_SCHEMA)
     assert found.schema.equals(expected.schema, check_metadata=True)
     assert repr(found.to_pylist()) == repr(expected.to_pylist())  # repr, because NaN is not equal to itself
@@ -417,4 +415,4 @@ def test_a_table_of_completions_equals_the_one_of_pyarrow(rows):
 )  # fmt: skip
 def test_a_value_that_its_column_cannot_hold_is_an_error(value):
     with pytest.raises(ValueError, match=r"JSON|surrogates"):
-        eval_table([cast("EvalRow", {**ROW, **value})])
+        eval_table([{**ROW, **value}])

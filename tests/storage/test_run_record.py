@@ -44,7 +44,6 @@ def test_the_status_is_one_of_three_words(folder, summary, status, finished):
     assert read_stored_run(folder.path).status == "KILLED"
     folder.write_summary(summary)
     found = read_summary(folder.path)
-    assert found is not None
     assert (found.status, found.content) == (status, summary)
     assert is_finished(folder.path) is finished
     assert read_stored_run(folder.path).status == (status or "KILLED")

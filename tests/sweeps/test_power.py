@@ -28,7 +28,7 @@ def write_pilot(folder: Path, values: dict[str, list[list[float]]]) -> Path:
     return folder
 
 
-def test_components_of_known_truth() -> None:
+def test_components_of_known_truth():
     rng, spreads = np.random.default_rng(0), (0.1, 0.2, 0.3)
     found = []
     for _ in range(2000):
@@ -44,7 +44,7 @@ CLIP = [[0.5, 0.25, 0.0, 0.75], [0.5, 0.5, 0.25, 0.75]]
 BAND = [[0.75, 0.25, 0.25, 0.75], [0.5, 0.25, 0.25, 1.0]]
 
 
-def test_a_plan_by_hand(tmp_path: Path) -> None:
+def test_a_plan_by_hand(tmp_path):
     """Differences of two seeds on four problems: ¼, 0, ¼, 0 and 0, −¼, 0, ¼; their means are ⅛ and 0."""
     pilot = write_pilot(tmp_path / "pilot", {"clip": CLIP, "kl": BAND})
     size, parts, rows = plan_power(pilot, 0.1, tmp_path, jobs=2)
@@ -65,7 +65,7 @@ def test_a_plan_by_hand(tmp_path: Path) -> None:
     assert [row.seeds for row in rows] == sorted((row.seeds for row in rows), reverse=True)
 
 
-def test_a_conclusion_on_other_problems_needs_enough_of_them(tmp_path: Path) -> None:
+def test_a_conclusion_on_other_problems_needs_enough_of_them(tmp_path):
     """A difference that is ½ on half of the problems and 0 on the others, up to a little noise."""
     rng = np.random.default_rng(1)
     clip = [[0.25 + rng.uniform(0, 0.05) for _ in range(20)] for _ in range(3)]
@@ -83,14 +83,14 @@ def test_a_conclusion_on_other_problems_needs_enough_of_them(tmp_path: Path) -> 
     ]  # 7.85 · 0.26² / 0.1² = 54
 
 
-def test_a_pilot_of_one_variant_has_twice_its_variance(tmp_path: Path) -> None:
+def test_a_pilot_of_one_variant_has_twice_its_variance(tmp_path):
     _, parts, rows = plan_power(write_pilot(tmp_path / "pilot", {"clip": CLIP}), 0.1, tmp_path, jobs=1)
     alone = variance_components(np.array(CLIP), 0.0)
     assert parts[:3] == pytest.approx([2 * value for value in alone[:3]])
     assert [row.runs for row in rows] == [2 * row.seeds for row in rows]
 
 
-def test_failed_runs_are_named_and_forks_have_the_time_of_their_own_steps(tmp_path: Path) -> None:
+def test_failed_runs_are_named_and_forks_have_the_time_of_their_own_steps(tmp_path):
     pilot = write_pilot(tmp_path / "pilot", {"clip": [*CLIP, CLIP[0]], "kl": [*BAND, BAND[0]]})
     for run in pilot.glob("*-s?"):
         (run / "env.json").write_text('{"parent": {"run": "a", "step": 3}}')
@@ -111,12 +111,12 @@ def test_failed_runs_are_named_and_forks_have_the_time_of_their_own_steps(tmp_pa
         ({"clip": CLIP, "kl": CLIP}, "the same in every seed; they show no spread"),
     ],
 )
-def test_a_pilot_without_a_spread(tmp_path: Path, values: dict[str, list[list[float]]], words: str) -> None:
+def test_a_pilot_without_a_spread(tmp_path, values, words):
     with pytest.raises(UserError, match=words):
         plan_power(write_pilot(tmp_path / "pilot", values), 0.02, tmp_path, jobs=1)
 
 
-def test_a_damaged_or_missing_evaluation_is_named(tmp_path: Path) -> None:
+def test_a_damaged_or_missing_evaluation_is_named(tmp_path):
     pilot = write_pilot(tmp_path / "pilot", {"clip": CLIP, "kl": BAND})
     path = pilot / "kl-s1" / "evals" / "step-000004.json"
     path.write_text('{"sets": {"countdown": {"by_problem": {"0": {}}}}}')
@@ -131,7 +131,7 @@ def test_a_damaged_or_missing_evaluation_is_named(tmp_path: Path) -> None:
         plan_power(pilot, 0.02, tmp_path, jobs=1)
 
 
-def test_what_the_command_prints(tmp_path: Path) -> None:
+def test_what_the_command_prints(tmp_path):
     write_pilot(tmp_path / "runs" / "pilot", {"clip": CLIP, "kl": BAND})
     printed = succeed("sweep", "--power", "0.1", "--pilot", "pilot", "--jobs", "2", cwd=tmp_path).out
     assert "pilot  2 variants with 2 seeds and 4 problems; standard deviations of a difference:\n" in printed

@@ -174,7 +174,6 @@ def test_a_run_that_cannot_be_resumed_is_archived_and_one_slot_runs_one_at_a_tim
     """After a refused resume the next attempt starts again."""
     together: list[int] = []
     free_slots = LocalPool.free_slots.fget
-    assert free_slots is not None
     counted = property(lambda pool: together.append(len(pool._jobs)) or free_slots(pool))
     monkeypatch.setattr(LocalPool, "free_slots", counted)
     checkpoint(folder.path / "0.1-s0", 2, "KILLED")

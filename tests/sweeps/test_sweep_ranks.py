@@ -155,7 +155,6 @@ def execute(sweep: SweepFolder, store: Store, report: Report) -> Any:
     from mlflow.tracking import MlflowClient
 
     sender, run_id = open_mlflow_run(sweep, store)
-    assert sender is not None
     assert run_id is not None
     send_report(sender, store.experiment, sweep, "FINISHED", report)
     client = MlflowClient(tracking_uri=store.uri, registry_uri=store.uri)

@@ -85,7 +85,6 @@ def test_the_plan_on_disk_says_how_the_settings_were_chosen(runs_dir):
     assert [run.variant for run in SweepFolder.open(runs_dir, "tested").runs] == ["clip", "kl"]
     tuning = read_tuning(folder)
     assert tuning == request.tuning
-    assert tuning is not None
     assert (tuning.sweep, tuning.metric, tuning.seeds) == ("tuning", "accuracy", [100, 101])
     assert [variant.variant for variant in tuning.variants if variant.chosen] == [
         "clip lr=1e-05",

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,9 +46,7 @@ def solve_by_brute_force(config: CountdownTask) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("sizes", [(2, 10, 0, 50), (3, 5, 0, 30), (4, 4, 17, 99), (5, 2, 0, 20)])
-def test_problems_are_exactly_the_solvable_ones_and_have_answers_that_the_grader_accepts(
-    sizes: tuple[int, ...],
-) -> None:
+def test_problems_are_exactly_the_solvable_ones_and_have_answers_that_the_grader_accepts(sizes):
     names = ("numbers", "max_number", "min_target", "max_target")
     config = CountdownTask.model_validate(dict(zip(names, sizes, strict=True)))
     task = countdown(config)
@@ -59,7 +56,7 @@ def test_problems_are_exactly_the_solvable_ones_and_have_answers_that_the_grader
     assert all(grade_countdown(problem, answers[str(problem.prompt)]).correct for problem in problems)
 
 
-def test_training_and_heldout_problems_are_disjoint() -> None:
+def test_training_and_heldout_problems_are_disjoint():
     ids = [problem.id for problem in ALL]
     assert len(set(ids)) == len(ids)
     assert len({(problem.extra["numbers"], problem.answer) for problem in ALL}) == len(ids)
@@ -68,7 +65,7 @@ def test_training_and_heldout_problems_are_disjoint() -> None:
 
 
 @pytest.mark.slow
-def test_split_does_not_depend_on_other_settings() -> None:
+def test_split_does_not_depend_on_other_settings():
     heldout = {problem.id for problem in HELDOUT}
     smaller = countdown(CountdownTask(max_number=6, max_target=40, heldout_fraction=0.05))
     assert {problem.id for problem in smaller.heldout_sets()["countdown"]} < heldout
@@ -76,14 +73,14 @@ def test_split_does_not_depend_on_other_settings() -> None:
     assert fewer == HELDOUT[: len(fewer)]
 
 
-def test_order_is_fixed() -> None:
+def test_order_is_fixed():
     # Literal ids: another hash would hold out problems that the bundled model was trained on.
     first = ["countdown/1 1 4 4=16", "countdown/1 2 2 5=2", "countdown/3 3 3 4=21"]
     assert [problem.id for problem in HELDOUT[:3]] == first
     assert (len(COUNTDOWN.train_problems()), len(HELDOUT)) == (9548, 1077)
 
 
-def test_settings_without_a_heldout_problem_are_rejected() -> None:
+def test_settings_without_a_heldout_problem_are_rejected():
     with pytest.raises(ConfigError, match=r"max_number=2.*heldout_fraction=0\.001"):
         countdown(CountdownTask(numbers=2, max_number=2, max_target=3, heldout_fraction=0.001))
 
@@ -93,7 +90,7 @@ def expression_of(problem: Problem) -> str:
     return problem.prompt[0].content.removesuffix("=")
 
 
-def test_every_problem_has_the_value_of_its_expression_as_its_answer() -> None:
+def test_every_problem_has_the_value_of_its_expression_as_its_answer():
     problems = [*CALCULATOR_HELDOUT, *CALCULATOR_TRAIN]
     assert len(problems) == 89**2
     for problem in problems:
@@ -102,7 +99,7 @@ def test_every_problem_has_the_value_of_its_expression_as_its_answer() -> None:
     assert {operator for problem in problems for operator in "+-" if operator in problem.id} == {"+", "-"}
 
 
-def test_split_of_the_calculator_is_fixed() -> None:
+def test_split_of_the_calculator_is_fixed():
     # Literal ids: another hash would hold out problems that the bundled model was trained on.
     assert [problem.id for problem in CALCULATOR_HELDOUT[:2]] == [
         "calculator/37*69+26",
@@ -113,7 +110,7 @@ def test_split_of_the_calculator_is_fixed() -> None:
 
 
 @pytest.mark.slow
-def test_the_tool_has_a_schema_and_refuses_what_is_no_expression() -> None:
+def test_the_tool_has_a_schema_and_refuses_what_is_no_expression():
     (schema,) = tool_schemas(CalculatorTask().functions, of_environment=False)
     assert schema["function"]["name"] == "calculate"
     assert schema["function"]["parameters"]["properties"].keys() == {"expression"}
@@ -124,7 +121,7 @@ def test_the_tool_has_a_schema_and_refuses_what_is_no_expression() -> None:
 
 
 @pytest.mark.parametrize("source", [FOLDER, None], ids=["shipped", "built"])
-def test_tokens_and_template_of_the_model(source: Path | None) -> None:
+def test_tokens_and_template_of_the_model(source):
     tokenizer: Any = build_calculator_tokenizer() if source is None else AutoTokenizer.from_pretrained(source)
     assert len(tokenizer) == len(ALPHABET) + 8
     text = "37*58+9".join(CALL)
@@ -142,7 +139,7 @@ def test_tokens_and_template_of_the_model(source: Path | None) -> None:
     assert tokenizer.apply_chat_template([message], tokenize=False) == f"<assistant>{text}<eos>"
 
 
-def test_the_model_belongs_to_the_task() -> None:
+def test_the_model_belongs_to_the_task():
     assert resolve([{"task": {"name": "calculator"}}]).model.path == "embedded-calculator"
     assert (
         resolve([{"task": {"name": "calculator"}, "model": {"path": "org/name"}}]).sampling.max_tokens == 1024
@@ -161,7 +158,7 @@ def test_the_model_belongs_to_the_task() -> None:
 
 
 @pytest.mark.slow
-def test_the_model_calls_its_tool_for_some_problems(tmp_path: Path) -> None:
+def test_the_model_calls_its_tool_for_some_problems(tmp_path):
     """Fails for a damaged or replaced file. With 64 problems × 4 the standard error is about 0.03."""
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 1e6
     settings: Any = [{"tracking": {"mlflow": False}}]
@@ -179,13 +176,13 @@ SIZES, SEEDS = st.integers(1, 12), st.integers(0, 2**32)
 
 
 @given(size=SIZES, seed=SEEDS, epoch=st.integers(0, 50))
-def test_each_epoch_contains_each_problem_once(size: int, seed: int, epoch: int) -> None:
+def test_each_epoch_contains_each_problem_once(size, seed, epoch):
     problems = stream_of(size, seed, epoch * size).next(size)
     assert sorted(int(problem.id) for problem in problems) == list(range(size))
 
 
 @given(size=SIZES, seed=SEEDS, start=st.integers(0, 100), counts=st.lists(st.integers(0, 15), max_size=5))
-def test_consecutive_batches_equal_one_sequence(size: int, seed: int, start: int, counts: list[int]) -> None:
+def test_consecutive_batches_equal_one_sequence(size, seed, start, counts):
     """A run that is stopped after any batch, and resumed at its position in a new process, gets the same problems."""
     pieces, stream = [], stream_of(size, seed, start)
     for count in counts:
@@ -195,7 +192,7 @@ def test_consecutive_batches_equal_one_sequence(size: int, seed: int, start: int
     assert stream.position == start + sum(counts)
 
 
-def test_the_order_is_fixed_and_differs_between_epochs_and_seeds() -> None:
+def test_the_order_is_fixed_and_differs_between_epochs_and_seeds():
     first, second = stream_of(100, 0).next(200)[:100], stream_of(100, 0).next(200)[100:]
     assert first not in (second, stream_of(100, 1).next(100))
     # Literal: a run resumed with another version of Python must get the same problems.

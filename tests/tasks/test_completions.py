@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pandas
 import pytest
@@ -14,7 +13,7 @@ from bandpo_cli.types import Problem
 from tests.tasks.stored_completions import ROW, error_of, jsonl, nested
 
 
-def test_table_of_an_evaluation_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_table_of_an_evaluation_is_read_as_it_was_written(tmp_path):
     without = {"text": "no", "length": None, "finish_reason": None, "logprob_sum": None}
     others = ({"task": "other", "grader": "math"}, {"problem_id": "p2", "extra": "{}"})
     rows = [ROW, *({**ROW, **changes} for changes in (without, *others))]
@@ -27,7 +26,7 @@ def test_table_of_an_evaluation_is_read_as_it_was_written(tmp_path: Path) -> Non
     assert len(second.completions_G) == 1
 
 
-def test_rows_with_question_answer_and_completions(tmp_path: Path) -> None:
+def test_rows_with_question_answer_and_completions(tmp_path):
     """A list or a single text, under the usual names; all rows of a question are one problem."""
     rows = [
         {"question": "1+1?", "answer": 2, "completions": ["Answer: 2", "Answer: 3"]},
@@ -46,7 +45,7 @@ def test_rows_with_question_answer_and_completions(tmp_path: Path) -> None:
     assert {stored.problem.grader for stored in again} == {"number"}
 
 
-def test_names_of_the_completions_field_and_the_verl_layout(tmp_path: Path) -> None:
+def test_names_of_the_completions_field_and_the_verl_layout(tmp_path):
     """Any file name gives a label that metric names can have."""
     prompt = [{"role": "system", "content": "be short"}, {"role": "user", "content": "1+1?"}]
     row = {"prompt": prompt, "reward_model": {"ground_truth": "2"}, "extra_info": {"index": 7}}
@@ -61,7 +60,7 @@ def test_names_of_the_completions_field_and_the_verl_layout(tmp_path: Path) -> N
         assert 0 < len(label) <= 60
 
 
-def test_own_table_as_csv_and_from_pandas(tmp_path: Path) -> None:
+def test_own_table_as_csv_and_from_pandas(tmp_path):
     """pandas writes a missing number as NaN, and in a CSV file as an empty text."""
     frame = pandas.DataFrame([ROW, {**ROW, "length": None, "logprob_sum": None}])
     frame.to_parquet(tmp_path / "a.parquet")
@@ -72,7 +71,7 @@ def test_own_table_as_csv_and_from_pandas(tmp_path: Path) -> None:
         assert lengths == [(5, -1.25), (None, None)], name
 
 
-def test_unpaired_surrogates_become_question_marks(tmp_path: Path) -> None:
+def test_unpaired_surrogates_become_question_marks(tmp_path):
     """JSON can encode unpaired surrogates and Parquet cannot: the values must fit into the table."""
     surrogate = "\ud800"
     odd = {surrogate: [surrogate]}
@@ -92,7 +91,7 @@ def test_unpaired_surrogates_become_question_marks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("grader", ["os:system", "verl:os:system", "trl:os:system"])
-def test_a_file_cannot_choose_code_to_run(tmp_path: Path, grader: str) -> None:
+def test_a_file_cannot_choose_code_to_run(tmp_path, grader):
     """Otherwise a downloaded table could have any importable function called with a text of its choice."""
     path = write_eval_table(tmp_path / "a.parquet", [{**ROW, "grader": grader, "text": "echo no"}])
     assert f"--grader {grader}" in error_of(path)
@@ -101,7 +100,7 @@ def test_a_file_cannot_choose_code_to_run(tmp_path: Path, grader: str) -> None:
         assert problems[0].problem.grader == requested
 
 
-def test_a_custom_grader_gets_all_columns_but_the_completions(tmp_path: Path) -> None:
+def test_a_custom_grader_gets_all_columns_but_the_completions(tmp_path):
     row = {"question": "1+1?", "answer": "so 2\n#### 2", "hint": "two", "completions": ["2"]}
     path = jsonl(tmp_path / "a.jsonl", row)
     (problems,) = read_completions(path, "trl:mine:reward").values()
@@ -110,7 +109,7 @@ def test_a_custom_grader_gets_all_columns_but_the_completions(tmp_path: Path) ->
     assert problems[0].problem.extra == {}
 
 
-def test_one_question_with_two_reference_answers_is_two_problems(tmp_path: Path) -> None:
+def test_one_question_with_two_reference_answers_is_two_problems(tmp_path):
     """Each completion is graded with the answer in its row."""
     answers = [("2", ["Answer: 2", "Answer: 3"]), ("-2", ["Answer: -2"]), ("2", ["Answer: 5"])]
     rows = [{"question": "A root of x^2 = 4?", "answer": a, "completions": texts} for a, texts in answers]
@@ -140,7 +139,7 @@ FILES = [
 ]
 
 
-def test_invalid_jsonl_files(tmp_path: Path) -> None:
+def test_invalid_jsonl_files(tmp_path):
     path = tmp_path / "a.jsonl"
     for content, parts in FILES:
         path.write_bytes(content)
@@ -155,7 +154,7 @@ LATER_ROWS = [
 ]
 
 
-def test_error_in_a_later_row_names_the_row(tmp_path: Path) -> None:
+def test_error_in_a_later_row_names_the_row(tmp_path):
     first = {"question": "p", "answer": "1", "completions": ["x"]}
     for second, part in LATER_ROWS:
         assert f"row 2: {part}" in error_of(jsonl(tmp_path / "a.jsonl", first, second))
@@ -178,7 +177,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-def test_invalid_values_in_an_own_table(tmp_path: Path) -> None:
+def test_invalid_values_in_an_own_table(tmp_path):
     for change, part in CHANGES:
         line = error_of(jsonl(tmp_path / "a.jsonl", ROW, {**ROW, **change}))
         assert "row 2: " in line

@@ -35,14 +35,14 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def test_folder_in_the_layout_of_the_hub(tmp_path: Path) -> None:
+def test_folder_in_the_layout_of_the_hub(tmp_path):
     path = str(folder(tmp_path))
     assert list(read_rows(Source(path=path), "train")) == ROWS
     assert len(load_questions(Source(path=path), "train")[0]) == len(ROWS)
     assert load_questions(Source(path=path), "heldout")[1] == ["sums: 7 evaluation problems"]
 
 
-def test_downloaded_copy_of_a_known_dataset_keeps_its_subset_and_splits(tmp_path: Path) -> None:
+def test_downloaded_copy_of_a_known_dataset_keeps_its_subset_and_splits(tmp_path):
     """A cloned repository of a data set has several subsets, which its card lists."""
     configs = []
     for subset in ("main", "socratic"):
@@ -58,10 +58,10 @@ def test_downloaded_copy_of_a_known_dataset_keeps_its_subset_and_splits(tmp_path
     other = source.model_copy(update={"subset": "socratic", "split": "test"})
     for asked, part, prompt in ((source, "train", "maintrain"), (source, "heldout", "maintest"),
                                 (other, "train", "socratictest")):  # fmt: skip
-        assert [q.prompt for q in load_questions(asked, part)[0]] == [prompt]  # type: ignore[arg-type]
+        assert [q.prompt for q in load_questions(asked, part)[0]] == [prompt]
 
 
-def test_folders_written_by_save_to_disk(tmp_path: Path) -> None:
+def test_folders_written_by_save_to_disk(tmp_path):
     single = datasets.Dataset.from_list(ROWS)
     single.save_to_disk(tmp_path / "single")
     datasets.DatasetDict({"train": single}).save_to_disk(tmp_path / "both")
@@ -110,9 +110,7 @@ KNOWN = {
 """A row of each known data set in the form that its card on the hub describes, and its answer."""
 
 
-def test_known_datasets_are_requested_and_read_as_their_cards_describe(
-    requests: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_datasets_are_requested_and_read_as_their_cards_describe(requests, monkeypatch):
     assert {*KNOWN} == {*DATASETS}
     for name, (row, answer) in KNOWN.items():
         known = DATASETS[name]
@@ -129,7 +127,7 @@ def test_known_datasets_are_requested_and_read_as_their_cards_describe(
         assert requests[-1][2] == "any"
 
 
-def test_default_sources_of_dapo(requests: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_sources_of_dapo(requests, monkeypatch):
     columns = dict.fromkeys(("question", "problem", "prompt"), "q")
     monkeypatch.setitem(globals(), "ROW", {**columns, "answer": "1", "solution": "1"})
     task = build_task(DataTask(name="dapo-math-17k"))
@@ -160,9 +158,7 @@ UNREACHABLE: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def test_unreachable_hub_is_reported_in_one_line_with_all_local_copies(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unreachable_hub_is_reported_in_one_line_with_all_local_copies(monkeypatch):
     error = ConnectionError("Couldn't reach 'x' on the Hub (LocalEntryNotFoundError)\nand more")
     monkeypatch.setattr(datasets, "load_dataset", mock.Mock(side_effect=error))
     for task, hub_id, hint in UNREACHABLE:
@@ -171,7 +167,7 @@ def test_unreachable_hub_is_reported_in_one_line_with_all_local_copies(
         assert all(text in str(caught.value) for text in ("Couldn't reach", hub_id, hint)), caught.value
 
 
-def test_offline_mode_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_of_the_library(monkeypatch):
     """The error of the library in offline mode, of any class."""
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -55,7 +55,7 @@ def encoder(template: str | None) -> PromptEncoder:
     return PromptEncoder(tokenizer)
 
 
-def test_all_turns_reach_the_chat_template_unchanged(tmp_path: Path) -> None:
+def test_all_turns_reach_the_chat_template_unchanged(tmp_path):
     """System message, few-shot turns and blanks included; the text is the one that samples store."""
     rows = [{"messages": FEW_SHOT, "answer": "12"}, {"messages": [QUESTION], "answer": "13"}]
     problems, notes = read(jsonl(tmp_path / "chat.jsonl", *rows), system="unused")
@@ -73,7 +73,7 @@ def test_all_turns_reach_the_chat_template_unchanged(tmp_path: Path) -> None:
     )
 
 
-def test_models_without_a_template_or_with_one_that_refuses_the_turns(tmp_path: Path) -> None:
+def test_models_without_a_template_or_with_one_that_refuses_the_turns(tmp_path):
     path = jsonl(tmp_path / "chat.jsonl", {"messages": FEW_SHOT, "answer": "12", "id": "first"}, other("13"))
     problems, _ = read(path, train={"path": str(path), "fields": {"id": "id"}})
     (encoded,) = encoder(None).encode([problems["12"]])
@@ -82,7 +82,7 @@ def test_models_without_a_template_or_with_one_that_refuses_the_turns(tmp_path: 
         encoder(STRICT).encode([problems["12"]])
 
 
-def test_an_assistant_message_at_the_end_is_the_answer_or_left_out(tmp_path: Path) -> None:
+def test_an_assistant_message_at_the_end_is_the_answer_or_left_out(tmp_path):
     """As in data for supervised fine-tuning: it is left out where a field has the answer, unless it is that field."""
     last = Message("user", QUESTION["content"])
     rows: list[dict[str, Any]] = [
@@ -105,7 +105,7 @@ def test_an_assistant_message_at_the_end_is_the_answer_or_left_out(tmp_path: Pat
     assert set(configured) == {"12"}
 
 
-def test_completions_of_chat_messages_can_be_scored(tmp_path: Path) -> None:
+def test_completions_of_chat_messages_can_be_scored(tmp_path):
     row = {"messages": [QUESTION, SOLUTION], "completions": ["#### 12", "#### 13"]}
     (stored,) = read_completions(jsonl(tmp_path / "done.jsonl", row))["done"]
     assert (stored.problem.prompt, stored.problem.answer) == (QUESTION["content"], "12")
@@ -117,7 +117,7 @@ def test_completions_of_chat_messages_can_be_scored(tmp_path: Path) -> None:
         read_completions(path)
 
 
-def test_messages_in_a_csv_file_are_json_text(tmp_path: Path) -> None:
+def test_messages_in_a_csv_file_are_json_text(tmp_path):
     """pandas writes a list as Python would, which is refused: no text of a list is ever a prompt."""
     path = tmp_path / "chat.csv"
     frame = pandas.DataFrame({"messages": [json.dumps(FEW_SHOT), json.dumps([QUESTION])], "answer": [12, 13]})
@@ -157,7 +157,7 @@ MALFORMED: list[tuple[Any, str]] = [
 ]  # fmt: skip
 
 
-def test_a_malformed_list_is_one_line_with_file_row_and_field(tmp_path: Path) -> None:
+def test_a_malformed_list_is_one_line_with_file_row_and_field(tmp_path):
     for messages, message in MALFORMED:
         path = jsonl(tmp_path / "bad.jsonl", other("1"), {"messages": messages, "answer": "2"})
         expected = f"{path}, row 2: the chat messages of 'messages': {message}"

@@ -36,7 +36,7 @@ def answers(problems: Any) -> set[int]:
     return {int(problem.answer) for problem in problems}
 
 
-def test_all_fields_of_a_problem(tmp_path: Path) -> None:
+def test_all_fields_of_a_problem(tmp_path):
     train = {"path": jsonl(tmp_path / "x.jsonl", rows(1, 2)), "grader": "number", "label": "sums"}
     heldout = jsonl(tmp_path / "test.jsonl", rows(2, 3))
     task = data_task(train, heldout, template="Q: {question}", system="Be brief.")
@@ -50,7 +50,7 @@ def test_all_fields_of_a_problem(tmp_path: Path) -> None:
     assert graders == ["my.module:judge"] * 2
 
 
-def test_sources_are_mixed_so_that_a_prefix_is_a_fair_sample(tmp_path: Path) -> None:
+def test_sources_are_mixed_so_that_a_prefix_is_a_fair_sample(tmp_path):
     paths = [jsonl(tmp_path / f"{start}.jsonl", rows(start, start + 300)) for start in (0, 1000)]
     heldout = jsonl(tmp_path / "t.jsonl", rows(5000, 5001))
     problems = data_task(paths, heldout).train_problems()
@@ -66,7 +66,7 @@ def test_sources_are_mixed_so_that_a_prefix_is_a_fair_sample(tmp_path: Path) -> 
     assert again == problems, "the order of rows and sources is irrelevant"
 
 
-def test_split_by_hash_is_stable_when_rows_are_added(tmp_path: Path) -> None:
+def test_split_by_hash_is_stable_when_rows_are_added(tmp_path):
     def split(count: int, fraction: float) -> tuple[set[int], set[int]]:
         task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, count)), heldout_fraction=fraction)
         return answers(task.train_problems()), answers(task.heldout_sets()["x"])
@@ -80,7 +80,7 @@ def test_split_by_hash_is_stable_when_rows_are_added(tmp_path: Path) -> None:
     assert split(400, 0.05)[1] < heldout
 
 
-def test_split_is_fixed(tmp_path: Path) -> None:
+def test_split_is_fixed(tmp_path):
     # Literal: a later version must not train on problems that this one evaluates on.
     for template in ("answer-line", "plain"):
         task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 100)), template=template)
@@ -88,7 +88,7 @@ def test_split_is_fixed(tmp_path: Path) -> None:
         assert [int(problem.answer) // 2 for problem in task.train_problems()[:3]] == [92, 10, 62]
 
 
-def test_one_question_with_two_answers_is_on_one_side(tmp_path: Path) -> None:
+def test_one_question_with_two_answers_is_on_one_side(tmp_path):
     both = [{**row, "answer": f"{sign}{row['answer']}"} for row in rows(1, 200) for sign in ("", "-")]
     task = data_task(jsonl(tmp_path / "x.jsonl", both), heldout_fraction=0.3)
     heldout, train = answers(task.heldout_sets()["x"]), answers(task.train_problems())
@@ -96,7 +96,7 @@ def test_one_question_with_two_answers_is_on_one_side(tmp_path: Path) -> None:
     assert len(heldout) + len(train) == 398
 
 
-def test_few_problems_give_both_sides(tmp_path: Path) -> None:
+def test_few_problems_give_both_sides(tmp_path):
     for count in range(2, 12):
         task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, count)), heldout_fraction=0.01)
         assert (len(task.train_problems()), len(task.heldout_sets()["x"])) == (count - 1, 1)
@@ -105,7 +105,7 @@ def test_few_problems_give_both_sides(tmp_path: Path) -> None:
         task.train_problems()
 
 
-def test_problems_of_an_evaluation_set_are_not_trained_on(tmp_path: Path) -> None:
+def test_problems_of_an_evaluation_set_are_not_trained_on(tmp_path):
     train = jsonl(tmp_path / "train.jsonl", rows(0, 10))
     asked_otherwise = [{"problem": "what is  $3+3$?\n", "answer": "six"}]
     heldout = [jsonl(tmp_path / "a.jsonl", asked_otherwise), jsonl(tmp_path / "b.jsonl", rows(4, 5))]
@@ -116,7 +116,7 @@ def test_problems_of_an_evaluation_set_are_not_trained_on(tmp_path: Path) -> Non
         data_task(train, train).train_problems()
 
 
-def test_equal_ids_in_both_files_are_distinguished(tmp_path: Path) -> None:
+def test_equal_ids_in_both_files_are_distinguished(tmp_path):
     sources = []
     for part, start in (("train", 0), ("heldout", 10)):
         (tmp_path / part).mkdir()
@@ -129,7 +129,7 @@ def test_equal_ids_in_both_files_are_distinguished(tmp_path: Path) -> None:
     assert not ids[0] & ids[1]
 
 
-def test_verl_parquet_file(tmp_path: Path) -> None:
+def test_verl_parquet_file(tmp_path):
     """As the file of DAPO: the instruction is in the message, and each problem is repeated."""
     ask = TEMPLATES["answer-line"]
     content = [
@@ -160,7 +160,7 @@ def test_verl_parquet_file(tmp_path: Path) -> None:
     ]
 
 
-def test_notes_list_what_was_read_and_dropped(tmp_path: Path) -> None:
+def test_notes_list_what_was_read_and_dropped(tmp_path):
     content = [*rows(0, 1000), {"question": "no answer", "answer": None}]
     task = data_task({"path": jsonl(tmp_path / "x.jsonl", content), "limit": 900})
     assert task.notes == []
@@ -186,7 +186,7 @@ INVALID: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-def test_an_environment_has_the_user_message_and_the_reward_unless_a_grader_is_named() -> None:
+def test_an_environment_has_the_user_message_and_the_reward_unless_a_grader_is_named():
     base = {"name": "gsm8k", "environment": "mine:Game"}
     task = DataTask.model_validate({**base, "system": "Be brief."})
     assert (task.template, task.grader, task.system) == ("plain", "environment", "Be brief.")
@@ -199,7 +199,7 @@ def test_an_environment_has_the_user_message_and_the_reward_unless_a_grader_is_n
         DataTask.model_validate({"name": "gsm8k", "grader": "environment"})
 
 
-def test_invalid_settings_are_reported_before_a_file_is_read() -> None:
+def test_invalid_settings_are_reported_before_a_file_is_read():
     for settings, parts in INVALID:
         with pytest.raises(ConfigError) as caught:
             build_task(DataTask.model_validate(settings)).train_problems()
@@ -214,7 +214,7 @@ TEMPLATES_OF_GRADERS = [
 ]  # fmt: skip
 
 
-def test_a_grader_that_cannot_read_the_form_of_the_template_is_noted(tmp_path: Path) -> None:
+def test_a_grader_that_cannot_read_the_form_of_the_template_is_noted(tmp_path):
     train, heldout = jsonl(tmp_path / "x.jsonl", rows(1, 2)), jsonl(tmp_path / "y.jsonl", rows(2, 3))
     for grader, template, use in TEMPLATES_OF_GRADERS:
         task = data_task(train, heldout, grader=grader, template=template)
@@ -227,7 +227,7 @@ def test_a_grader_that_cannot_read_the_form_of_the_template_is_noted(tmp_path: P
         assert [note for note in task.notes if "does not read" in note] == (expected if use else [])
 
 
-def test_custom_graders_and_rewards_get_all_columns_of_a_row(tmp_path: Path) -> None:
+def test_custom_graders_and_rewards_get_all_columns_of_a_row(tmp_path):
     content = [{**row, "solution": f"${row['answer']}$", "hint": None} for row in rows(0, 4)]
     path = jsonl(tmp_path / "a.jsonl", content)
     for settings in ({"grader": "trl:mine:reward"}, {"rewards": ["math", "mine:reward"]}):
@@ -253,7 +253,7 @@ NO_ANSWERS: list[dict[str, Any]] = [
 ]
 
 
-def test_prompts_without_answers_are_trained_on_if_no_reward_compares_with_one(tmp_path: Path) -> None:
+def test_prompts_without_answers_are_trained_on_if_no_reward_compares_with_one(tmp_path):
     """Rows with the same prompt and other columns are different problems, also as chat messages."""
     chats = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in PROMPTS]
     for path in (jsonl(tmp_path / "p.jsonl", PROMPTS), jsonl(tmp_path / "c.jsonl", chats)):
@@ -284,7 +284,7 @@ def error_of(source: Source, part: Any = "train") -> str:
     return str(caught.value)
 
 
-def test_unusable_rows_are_dropped_and_counted(tmp_path: Path) -> None:
+def test_unusable_rows_are_dropped_and_counted(tmp_path):
     rows = [
         {"question": "good", "answer": 1}, {"question": "good", "answer": 1.0}, {"question": None, "answer": 1},
         {"answer": 1}, {"question": {"no": "text"}, "answer": 1}, {"question": "no answer", "answer": None},
@@ -298,7 +298,7 @@ def test_unusable_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     assert (proof.answer, proof.grader) == ("First this.\nThen that.", "my.module:judge")
 
 
-def test_missing_fields_are_named_with_the_mapping(tmp_path: Path) -> None:
+def test_missing_fields_are_named_with_the_mapping(tmp_path):
     path = jsonl(tmp_path / "x.jsonl", [{"text": "q", "answer": "1", "gold": 2}])
     message = error_of(Source(path=path))
     assert "no field found for the question; its fields: text, answer, gold" in message
@@ -309,7 +309,7 @@ def test_missing_fields_are_named_with_the_mapping(tmp_path: Path) -> None:
     assert read_from in error_of(Source(path=path, fields=Fields(answer="gold.value")))
 
 
-def test_rows_that_are_not_in_utf_8_are_counted_as_such(tmp_path: Path) -> None:
+def test_rows_that_are_not_in_utf_8_are_counted_as_such(tmp_path):
     """JSON can encode an unpaired surrogate, UTF-8 cannot."""
     odd, good = "1\ud8001", {"question": "q", "answer": "1"}
     for rows, counts in (
@@ -326,7 +326,7 @@ def test_rows_that_are_not_in_utf_8_are_counted_as_such(tmp_path: Path) -> None:
     assert question.prompt == "q"
 
 
-def test_empty_missing_and_misplaced_sources(tmp_path: Path) -> None:
+def test_empty_missing_and_misplaced_sources(tmp_path):
     path = jsonl(tmp_path / "x.jsonl", [])
     assert "holds no rows" in error_of(Source(path=path))
     assert "No such file" in error_of(Source(path=str(tmp_path / "none.csv")))
@@ -336,7 +336,7 @@ def test_empty_missing_and_misplaced_sources(tmp_path: Path) -> None:
     assert "'dapo-math-17k' has no split for this part" in error_of(Source(name="dapo-math-17k"), "heldout")
 
 
-def test_levels(tmp_path: Path) -> None:
+def test_levels(tmp_path):
     levels = ["Level 1", "Level 3", "Level ?", 3, None, "5"]
     rows = [{"problem": f"q{n}", "solution": "\\boxed{1}", "level": level} for n, level in enumerate(levels)]
     path = jsonl(tmp_path / "x.jsonl", rows)
@@ -348,7 +348,7 @@ def test_levels(tmp_path: Path) -> None:
     assert "task.train.0.fields.level=FIELD" in error_of(Source(path=bare, levels=(3,)))
 
 
-def test_limit_keeps_rows_evenly_spread(tmp_path: Path) -> None:
+def test_limit_keeps_rows_evenly_spread(tmp_path):
     path = jsonl(tmp_path / "x.jsonl", [{"question": f"q{n}", "answer": n} for n in range(10)])
     for limit, kept in {1: [0], 3: [0, 3, 6], 10: [*range(10)], 99: [*range(10)]}.items():
         questions, notes = load_questions(Source(path=path, limit=limit), "train")
@@ -356,7 +356,7 @@ def test_limit_keeps_rows_evenly_spread(tmp_path: Path) -> None:
         assert notes[0].partition("; ")[2] == (f"dropped: {10 - limit} over the limit" if limit < 10 else "")
 
 
-def test_ids_are_configured_or_a_hash_of_label_question_and_answer(tmp_path: Path) -> None:
+def test_ids_are_configured_or_a_hash_of_label_question_and_answer(tmp_path):
     rows = [{"question": "1+1?", "answer": "2", "uid": 7}, {"question": "1+2?", "answer": "3", "uid": 7}]
     path = jsonl(tmp_path / "x.jsonl", rows)
     named, notes = load_questions(Source(path=path, fields=Fields(id="uid")), "train")
@@ -374,13 +374,13 @@ LABELS = [
 ]  # fmt: skip
 
 
-def test_labels() -> None:
+def test_labels():
     assert [(source, source_label(source)) for source, _ in LABELS] == LABELS
     with pytest.raises(ConfigError, match="give it a label:"):
         source_label(Source(path="数学.jsonl"))
 
 
-def test_key_ignores_differences_that_do_not_change_the_question(tmp_path: Path) -> None:
+def test_key_ignores_differences_that_do_not_change_the_question(tmp_path):
     def key(text: Any) -> str:
         path = jsonl(tmp_path / "k.jsonl", [{"question": text, "answer": "1"}])
         return question_key(load_questions(Source(path=path), "train")[0][0].prompt)
@@ -404,7 +404,7 @@ Remember to put your answer on its own line after "Answer:"."""
 HASHES = 'q Let\'s think step by step and output the final answer after "####".'
 
 
-def test_templates_are_those_of_the_paper_and_of_verl_and_a_custom_one_is_filled_literally() -> None:
+def test_templates_are_those_of_the_paper_and_of_verl_and_a_custom_one_is_filled_literally():
     boxed = "q\n\nPlease reason step by step, and put your final answer within \\boxed{}."
     for question, template, text in (
         ("What is $1+1$?", "answer-line", PAPER), ("q", "boxed", boxed), ("q", "plain", "q"), ("q", "hashes", HASHES),
@@ -414,7 +414,7 @@ def test_templates_are_those_of_the_paper_and_of_verl_and_a_custom_one_is_filled
     assert build_prompt("q", "plain", "Be brief.") == (Message("system", "Be brief."), Message("user", "q"))
 
 
-def test_an_instruction_around_the_question_is_replaced() -> None:
+def test_an_instruction_around_the_question_is_replaced():
     for end in ("", "\n", "  ", "\n\n \t"):
         assert build_prompt(PAPER + end, "boxed") == build_prompt("What is $1+1$?", "boxed")
     assert build_prompt(HASHES, "boxed") == build_prompt("q", "boxed")

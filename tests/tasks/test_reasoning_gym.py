@@ -27,7 +27,6 @@ FIVE = ["leg_counting", "chain_sum", "spell_backward", "maze", "isomorphic_strin
 
 def question(problem: Problem) -> str:
     message = problem.prompt[-1]
-    assert isinstance(message, Message)
     return message.content
 
 
@@ -48,7 +47,7 @@ def five() -> ReasoningGym:
 
 
 @pytest.mark.slow
-def test_sizes_are_the_shares_of_the_generators_and_the_problems_are_complete(five: ReasoningGym) -> None:
+def test_sizes_are_the_shares_of_the_generators_and_the_problems_are_complete(five):
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     train = five.train_problems()
@@ -69,9 +68,7 @@ def test_sizes_are_the_shares_of_the_generators_and_the_problems_are_complete(fi
 
 
 @pytest.mark.slow
-def test_the_problems_are_equal_in_a_process_with_another_hash_seed(
-    five: ReasoningGym, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_problems_are_equal_in_a_process_with_another_hash_seed(five, monkeypatch):
     """The comparison can fail: in this process, whose hash seed is random, the library makes other problems."""
     monkeypatch.setenv("PYTHONHASHSEED", "78")
     name = "isomorphic_strings"
@@ -82,7 +79,7 @@ def test_the_problems_are_equal_in_a_process_with_another_hash_seed(
     assert sys.flags.hash_randomization == 0 or here != {question(problem) for problem in ours}
 
 
-def test_neighbouring_seeds_share_no_problems() -> None:
+def test_neighbouring_seeds_share_no_problems():
     """The library adds the index to the seed: its data sets of the seeds 0 and 1 are equal but for one problem."""
     sets = [reasoning_gym.create_dataset("chain_sum", seed=seed, size=20) for seed in (0, 1)]
     library = [{data[i]["question"] for i in range(20)} for data in sets]
@@ -108,7 +105,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_generator_with_few_problems_gives_fewer_and_a_note() -> None:
+def test_a_generator_with_few_problems_gives_fewer_and_a_note():
     few = {"min_value": 1, "max_value": 3, "size": 50}
     task = ReasoningGym(settings(names="lcm", heldout_size=4, options={"lcm": few, "gcd": {}}))
     train, heldout = task.train_problems(), task.heldout_sets()["lcm"]
@@ -121,7 +118,7 @@ def test_a_generator_with_few_problems_gives_fewer_and_a_note() -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_no_problem_left_or_an_error_of_a_generator_is_one_line() -> None:
+def test_no_problem_left_or_an_error_of_a_generator_is_one_line():
     for name, options, message in (
         ("lcm", {"min_value": 1, "max_value": 2}, r"lower task\.heldout_size"),
         ("spell_backward", {"data_file": "none.txt"}, r"spell_backward: FileNotFoundError: .*none\.txt"),
@@ -131,7 +128,7 @@ def test_no_problem_left_or_an_error_of_a_generator_is_one_line() -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_options_and_templates_reach_the_problems() -> None:
+def test_options_and_templates_reach_the_problems():
     config = settings(
         names=["chain_sum"], size=20, heldout_size=5, seed=4, system=None, template="Q: {question} {x}",
         options={"chain_sum": {"min_terms": 3, "max_terms": 3}},
@@ -169,7 +166,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
 ]  # fmt: skip
 
 
-def test_wrong_settings_are_refused_before_anything_is_made() -> None:
+def test_wrong_settings_are_refused_before_anything_is_made():
     for values, parts in WRONG:
         base = {"names": ["gcd"]} if "options" in values or "system" in values else {}
         with pytest.raises(ConfigError) as caught:
@@ -177,19 +174,18 @@ def test_wrong_settings_are_refused_before_anything_is_made() -> None:
         assert all(part in str(caught.value) for part in parts), caught.value
 
 
-def test_options_of_later_layers_are_merged_key_by_key() -> None:
+def test_options_of_later_layers_are_merged_key_by_key():
     layers = [
         {"task": {"name": "reasoning-gym", "names": ["gcd"], "options": {"gcd": {"size": 1}, "lcm": {"size": 2}}}},
         {"task": {"options": {"gcd": {"max_value": 9}}}},
         {"task": task_from_arguments(["reasoning-gym:maze", "reasoning-gym:gcd"])},
     ]  # fmt: skip
     task = resolve(layers).task
-    assert isinstance(task, ReasoningGymTask)
     assert task.options == {"gcd": {"size": 1, "max_value": 9}, "lcm": {"size": 2}}
     assert task.names == ("maze", "gcd")
 
 
-def test_the_list_has_every_generator_of_the_library_but_the_excluded_ones() -> None:
+def test_the_list_has_every_generator_of_the_library_but_the_excluded_ones():
     from reasoning_gym.factory import DATASETS
 
     found = describe_generators()
@@ -209,7 +205,7 @@ ANSWER_IN_METADATA = {
 @pytest.mark.parametrize(
     "name", [*ANSWER_IN_METADATA, *sorted({*describe_generators()} - {"rush_hour"})[::4]]
 )
-def test_listed_generators_score_correct_answers_as_1(name: str) -> None:
+def test_listed_generators_score_correct_answers_as_1(name):
     """A problem of every fourth generator, as stored; rush_hour has no example of a correct answer."""
     for _, answer, text in generate(name, {}, seed=3, size=1):
         entry = literal_eval(text)
@@ -217,7 +213,7 @@ def test_listed_generators_score_correct_answers_as_1(name: str) -> None:
         assert reasoning_gym.create_dataset(name).score_answer(correct, entry) == 1
 
 
-def test_a_process_that_ends_early_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_early_is_one_line(monkeypatch):
     monkeypatch.setattr(module, "_PROCESS_SOURCE", "import sys; sys.exit('out of luck')")
     with pytest.raises(ConfigError, match=r"out of luck \(its process ended with exit code 1\)"):
         ReasoningGym(settings(names="gcd")).heldout_sets()

@@ -48,12 +48,12 @@ ANSWERS: list[tuple[Any, str | None]] = [
 ]  # fmt: skip
 
 
-def test_answers() -> None:
+def test_answers():
     for value, answer in ANSWERS:
         assert as_answer(value) == answer, value
 
 
-def test_levels() -> None:
+def test_levels():
     levels = {"Level 3": 3, 3: 3, "5": 5, "Level ?": None, 2.5: None, None: None}
     assert {value: as_level(value) for value in levels} == levels
     assert (as_level(3.0), as_level(True)) == (3, None)
@@ -61,7 +61,7 @@ def test_levels() -> None:
 
 @settings(max_examples=15)
 @given(VALUES)
-def test_any_value_is_converted_or_none(value: Any) -> None:
+def test_any_value_is_converted_or_none(value):
     """Only chat messages raise an error; every result can be encoded as UTF-8 and JSON."""
     if (answer := as_answer(value)) is not None:
         assert answer.encode().strip()
@@ -72,7 +72,7 @@ def test_any_value_is_converted_or_none(value: Any) -> None:
     json.dumps(to_json_value(value), allow_nan=False)
 
 
-def test_nesting_depth_cannot_exhaust_the_stack() -> None:
+def test_nesting_depth_cannot_exhaust_the_stack():
     deep: Any = "1"
     for _ in range(5000):
         deep = {"a": [deep]}
@@ -81,7 +81,7 @@ def test_nesting_depth_cannot_exhaust_the_stack() -> None:
     assert as_answer([deep]) is None
 
 
-def test_dotted_paths() -> None:
+def test_dotted_paths():
     row = {"a": {"b": {"c": 1}}, "a.b": 2, "x": None}
     assert value_at(row, "a.b.c") == 1
     assert value_at(row, "a.b") == 2
@@ -102,14 +102,14 @@ USUAL_NAMES: list[tuple[dict[str, Any], tuple[str | None, str | None]]] = [
 ]
 
 
-def test_usual_names() -> None:
+def test_usual_names():
     for row, names in USUAL_NAMES:
         for rows in ([row], [dict.fromkeys(row), row]):  # a row without values does not decide
             fields = find_fields(rows)
             assert (fields.question, fields.answer) == names, row
 
 
-def test_configured_fields_and_the_verl_layout_have_priority() -> None:
+def test_configured_fields_and_the_verl_layout_have_priority():
     row = {
         "prompt": CHAT,
         "reward_model": {"ground_truth": "2"},
@@ -123,7 +123,7 @@ def test_configured_fields_and_the_verl_layout_have_priority() -> None:
     assert find_fields([row | {"meta": {"q": "x", "n": 7}, "hard": 5}], configured) == configured
 
 
-def test_fields_of_a_known_dataset_precede_the_usual_names_and_a_solution_is_last() -> None:
+def test_fields_of_a_known_dataset_precede_the_usual_names_and_a_solution_is_last():
     known = Fields(question="prompt", answer="solution", level="level")
     row = {"question": "other", "prompt": "q", "solution": "\\boxed{1}", "level": "Level 2"}
     assert find_fields([row], NONE, known) == known
@@ -133,7 +133,7 @@ def test_fields_of_a_known_dataset_precede_the_usual_names_and_a_solution_is_las
     assert find_fields([row]).answer == "answer"
 
 
-def test_worked_solution_is_used_only_without_an_answer_field() -> None:
+def test_worked_solution_is_used_only_without_an_answer_field():
     """Also for a copy of a known data set whose answer field is the worked solution."""
     for name in ANSWER_NAMES[:-1]:
         section, _, key = name.partition(".")
@@ -175,11 +175,11 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.JSONL"])
-def test_all_formats_give_the_same_rows(tmp_path: Path, name: str) -> None:
+def test_all_formats_give_the_same_rows(tmp_path, name):
     assert list(read_file(write_rows(tmp_path / name, ROWS))) == ROWS
 
 
-def test_json_and_csv_in_other_forms(tmp_path: Path) -> None:
+def test_json_and_csv_in_other_forms(tmp_path):
     """A list, an object per line under the extension .json, and spaces after the commas of CSV."""
     assert list(read_file(write_file(tmp_path / "list.json", json.dumps(ROWS)))) == ROWS
     lines = write_file(tmp_path / "lines.json", "\n\n".join(map(json.dumps, ROWS)))
@@ -188,14 +188,14 @@ def test_json_and_csv_in_other_forms(tmp_path: Path) -> None:
     assert [[*row.values()] for row in read_file(path)] == [["1, 2 or 3?", "3"], ["q", "4"]]
 
 
-def test_parquet_gives_plain_python_values(tmp_path: Path) -> None:
+def test_parquet_gives_plain_python_values(tmp_path):
     row = {"prompt": [{"role": "user", "content": "q"}], "reward_model": {"truth": "1"}, "n": 3, "x": None}
     (read,) = read_file(write_rows(tmp_path / "verl.parquet", [row]))
     assert read == row
     assert [type(read[name]) for name in ("prompt", "reward_model", "n")] == [list, dict, int]
 
 
-def test_row_of_megabytes(tmp_path: Path) -> None:
+def test_row_of_megabytes(tmp_path):
     rows = [{"question": "x" * 2_000_000, "answer": "1"}]
     for name in ("long.jsonl", "long.csv"):
         assert list(read_file(write_rows(tmp_path / name, rows))) == rows
@@ -229,15 +229,13 @@ def test_row_of_megabytes(tmp_path: Path) -> None:
         ("x.txt", "q", [".jsonl, .json, .csv, .parquet"]),
     ],
 )
-def test_damaged_file_is_reported_in_one_line(
-    tmp_path: Path, name: str, content: bytes | str, parts: list[str]
-) -> None:
+def test_damaged_file_is_reported_in_one_line(tmp_path, name, content, parts):
     message = error_of(write_file(tmp_path / name, content))
     for part in parts:
         assert part in message, message
 
 
-def test_missing_files_and_files_without_rows(tmp_path: Path) -> None:
+def test_missing_files_and_files_without_rows(tmp_path):
     (tmp_path / "folder.json").mkdir()
     assert "directory" in error_of(tmp_path / "folder.json")
     assert "No such file" in error_of(tmp_path / "none.csv")

@@ -60,17 +60,14 @@ class MlflowServer:
 
     def send(self, number: int) -> None:
         """Send a signal to the server and its worker."""
-        assert self._process is not None
         os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
         self.send(signal.SIGKILL)
-        assert self._process is not None
         self._process.wait()
         self._process = None
 
     def _answers(self) -> bool:
-        assert self._process is not None
         assert self._process.poll() is None, (self.folder / "server.log").read_text()
         try:
             urlopen(f"{self.uri}/health", timeout=1.0).close()

@@ -43,7 +43,6 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def run_at(store: Store, folder: RunFolder) -> Any:
     place = store.place(folder.path)
-    assert place is not None
     return client_of(store.uri).get_run(run_id_of(place))
 
 

@@ -103,7 +103,7 @@ def by_hand(config: RunConfig, steps: Sequence[Sequence[Sequence[Group]]]) -> tu
                     )
                     losses.append(-(weights * gains).mean())
             adamw.zero_grad()
-            torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+            torch.stack(losses).mean().backward()
             adamw.step()
     return before, dict(checkpoint_weights(model)), clipped
 

@@ -302,10 +302,7 @@ def prepare_run(
     recorder, grader = RecordingSampler(components, **sampler), RecordingGrader(uniform(ids))
     folder = RecordingFolder(RunFolder.create(path.parent, path.name).path)
     components = replace(
-        components,
-        sampler=recorder,
-        grader=grader,  # type: ignore[arg-type]
-        heldout={"first": heldout[:5], "second": heldout[5:]},
+        components, sampler=recorder, grader=grader, heldout={"first": heldout[:5], "second": heldout[5:]}
     )
     recording = Recording(config, components, folder)
     recorder.recording = grader.recording = folder.recording = recording

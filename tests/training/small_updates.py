@@ -23,7 +23,7 @@ CONFIG = RunConfig.model_validate({"sampling": {"prompts": 4, "samples": 4}, "op
 
 
 def policy_of(seed: int = 0) -> Policy:
-    return Policy(model=random_model(seed=seed), tokenizer=None, stop_ids=(2,), pad_id=0)  # type: ignore[arg-type]
+    return Policy(model=random_model(seed=seed), tokenizer=None, stop_ids=(2,), pad_id=0)
 
 
 def graded_groups(policy: Policy, entropy: bool = False) -> list[Group]:

@@ -61,7 +61,7 @@ class Setting:
     run: RunFolder
 
     def writer(self, **checkpoint: Any) -> CheckpointWriter:
-        return CheckpointWriter(settings(**checkpoint), State(*self.trained), self.run)  # type: ignore[arg-type]
+        return CheckpointWriter(settings(**checkpoint), State(*self.trained), self.run)
 
     def save(self, writer: CheckpointWriter, step: int) -> None:
         """Save a step in the order of the loop."""
@@ -119,8 +119,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("qwen2", torch.bfloat16), ("llama", torch.float32)])
 def test_a_thread_writes_the_state_of_its_step_whatever_changes_meanwhile(
-    embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str
-) -> None:
+    embedded, tmp_path, monkeypatch, dtype, kind
+):
     """All bytes are those that a write without a thread gives before the changes. Tied and untied, with masters."""
     changed, save_policy = threading.Event(), checkpoint_writer.save_policy
 
@@ -133,7 +133,7 @@ def test_a_thread_writes_the_state_of_its_step_whatever_changes_meanwhile(
     update(trained, 1, 2)
     save_checkpoint(*trained, State(*trained).progress(7), tmp_path / "direct" / "step-000007")
     monkeypatch.setattr(checkpoint_writer, "save_policy", save_later)
-    with CheckpointWriter(settings(), State(*trained), run) as writer:  # type: ignore[arg-type]
+    with CheckpointWriter(settings(), State(*trained), run) as writer:
         writer.prepare(7)
         writer.commit()
         update(trained, 3, 4)
@@ -146,7 +146,7 @@ def test_a_thread_writes_the_state_of_its_step_whatever_changes_meanwhile(
     assert contents(run.checkpoint_dir(7)) == direct
 
 
-def test_a_second_copy_takes_the_new_state_and_no_further_memory(embedded: Policy) -> None:
+def test_a_second_copy_takes_the_new_state_and_no_further_memory(embedded):
     trained = fresh(embedded, torch.bfloat16)
     update(trained, 1)
     copy, state = StateCopy(), state_of(*trained)
@@ -165,9 +165,7 @@ def test_a_second_copy_takes_the_new_state_and_no_further_memory(embedded: Polic
     assert second.nbytes == later.nbytes, "tied weights are copied once"
 
 
-def test_the_copy_of_a_gpu_is_pinned_and_complete_when_it_is_returned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_copy_of_a_gpu_is_pinned_and_complete_when_it_is_returned(monkeypatch):
     """Stand-ins record the calls: there is no GPU here. torch rounds pinned memory up to a power of two."""
     place = {"shape": torch.Size([3]), "dtype": torch.float32, "device": torch.device("cuda:1"), "nbytes": 12}
     source, target, calls = Mock(**place), Mock(), Mock()
@@ -185,9 +183,7 @@ def test_the_copy_of_a_gpu_is_pinned_and_complete_when_it_is_returned(
     ]
 
 
-def test_a_checkpoint_becomes_visible_after_its_line_is_on_the_disk(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_becomes_visible_after_its_line_is_on_the_disk(setting, monkeypatch):
     """Every rename and every flush of metrics.jsonl is noted with the steps in the file at that time."""
     events: list[tuple[str, list[int]]] = []
     rename, flush = os.rename, RunFolder.sync_metrics
@@ -216,7 +212,7 @@ def test_a_checkpoint_becomes_visible_after_its_line_is_on_the_disk(
     assert setting.names() == ["step-000002"]
 
 
-def test_the_next_checkpoint_waits_for_the_one_in_progress(setting: Setting, gate: Gate) -> None:
+def test_the_next_checkpoint_waits_for_the_one_in_progress(setting, gate):
     """The first is complete, with its own state, before the second copy is taken."""
     with setting.writer() as writer:
         setting.save(writer, 1)
@@ -236,7 +232,7 @@ def test_the_next_checkpoint_waits_for_the_one_in_progress(setting: Setting, gat
     assert second.optimizer.state()["model.norm.weight.step"] == 2
 
 
-def test_the_last_step_and_a_run_without_background_use_no_thread(setting: Setting) -> None:
+def test_the_last_step_and_a_run_without_background_use_no_thread(setting):
     """The checkpoint is complete before the step's line is written; so are those without memory for a copy."""
     for writer, step in ((setting.writer(), 100), (setting.writer(background=False), 3)):
         with writer:
@@ -246,9 +242,7 @@ def test_the_last_step_and_a_run_without_background_use_no_thread(setting: Setti
 
 
 @pytest.mark.parametrize("available", ["little", "unknown"])
-def test_without_memory_for_a_copy_training_waits(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, available: str
-) -> None:
+def test_without_memory_for_a_copy_training_waits(setting, monkeypatch, caplog, available):
     """The system reports how little is available, or the allocation fails."""
     state = state_of(*setting.trained)
     found = 2 * state.nbytes - 1 if available == "little" else None
@@ -270,7 +264,7 @@ def test_without_memory_for_a_copy_training_waits(
     assert ("are available" in message) == (found is not None)
 
 
-def test_weights_that_are_not_finite_are_refused_before_anything_is_written(setting: Setting) -> None:
+def test_weights_that_are_not_finite_are_refused_before_anything_is_written(setting):
     with torch.no_grad():
         setting.trained.policy.model.get_parameter("model.norm.weight")[0] = torch.nan
     with setting.writer() as writer, pytest.raises(NonFiniteError, match="no checkpoint was written"):
@@ -282,9 +276,7 @@ def full_disk(_: int) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_disk_that_fills_up_is_reported_at_the_next_step(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_is_reported_at_the_next_step(setting, monkeypatch):
     """The older checkpoint stays, and the error is raised once."""
     with setting.writer() as writer:
         setting.save(writer, 1)
@@ -295,7 +287,6 @@ def test_a_disk_that_fills_up_is_reported_at_the_next_step(
             patch.setattr(os, "fsync", full_disk)
             patch.setattr(RunFolder, "sync_metrics", lambda _: None)
             writer.commit()
-            assert writer._call is not None
             writer._call.join()
         with pytest.raises(RunError, match="step-000002: the checkpoint cannot be written: No space left"):
             writer.check()
@@ -304,9 +295,7 @@ def test_a_disk_that_fills_up_is_reported_at_the_next_step(
 
 
 @pytest.mark.parametrize("call", ["prepare", "save_on_stop", "end"])
-def test_no_error_of_the_thread_is_lost(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch, gate: Gate, call: str
-) -> None:
+def test_no_error_of_the_thread_is_lost(setting, monkeypatch, gate, call):
     """The write fails after the step was done, while the run waits for it."""
     monkeypatch.setattr(checkpoint_writer.checkpoints, "prune_checkpoints", lambda *_: full_disk(0))
     with pytest.raises(OSError, match="No space left"), setting.writer() as writer:  # noqa: PT012
@@ -324,13 +313,7 @@ class CallerError(Exception):
 
 
 @pytest.mark.parametrize("error", [CallerError, GeneratorExit, KeyboardInterrupt])
-def test_a_pending_checkpoint_is_finished_after_an_error(
-    setting: Setting,
-    gate: Gate,
-    error: type[BaseException],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_pending_checkpoint_is_finished_after_an_error(setting, gate, error, monkeypatch, caplog):
     """An error of the thread does not hide the one that ended the run."""
     monkeypatch.setattr(checkpoint_writer.checkpoints, "prune_checkpoints", lambda *_: full_disk(0))
     with pytest.raises(error), setting.writer() as writer:  # noqa: PT012
@@ -342,7 +325,7 @@ def test_a_pending_checkpoint_is_finished_after_an_error(
     assert caplog.messages == ["[Errno 28] No space left on device"]
 
 
-def test_a_second_signal_gives_the_checkpoint_up(setting: Setting, gate: Gate) -> None:
+def test_a_second_signal_gives_the_checkpoint_up(setting, gate):
     """Its files are removed, the one before stays; the gate is never opened."""
     with setting.writer(background=False) as writer:
         setting.save(writer, 1)
@@ -354,9 +337,7 @@ def test_a_second_signal_gives_the_checkpoint_up(setting: Setting, gate: Gate) -
     assert setting.names() == ["step-000001"]
 
 
-def test_a_signal_while_the_end_waits_gives_the_checkpoint_up(
-    setting: Setting, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_while_the_end_waits_gives_the_checkpoint_up(setting, gate, monkeypatch):
     def interrupted(_: CheckpointWriter) -> None:
         raise KeyboardInterrupt
 
@@ -367,9 +348,7 @@ def test_a_signal_while_the_end_waits_gives_the_checkpoint_up(
     assert setting.names() == []
 
 
-def test_a_write_in_the_main_thread_that_a_signal_interrupts_leaves_nothing(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_in_the_main_thread_that_a_signal_interrupts_leaves_nothing(setting, monkeypatch):
     def interrupted(_: int) -> None:
         raise SignalExit(2)
 
@@ -379,9 +358,7 @@ def test_a_write_in_the_main_thread_that_a_signal_interrupts_leaves_nothing(
     assert setting.names() == []
 
 
-def test_without_a_further_thread_the_checkpoint_is_written_all_the_same(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_further_thread_the_checkpoint_is_written_all_the_same(setting, monkeypatch):
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -391,7 +368,7 @@ def test_without_a_further_thread_the_checkpoint_is_written_all_the_same(
         assert list(complete_checkpoints(setting.run).complete) == [1]
 
 
-def test_the_thread_of_a_gpu_uses_no_other_gpu(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_of_a_gpu_uses_no_other_gpu(setting, monkeypatch):
     """Stand-ins record the call: there is no GPU here. A new thread has GPU 0, where DCP would make a context."""
     chosen: list[tuple[str, str]] = []
     monkeypatch.setattr(Policy, "device", property(lambda _: torch.device("cuda:3")))
@@ -403,7 +380,7 @@ def test_the_thread_of_a_gpu_uses_no_other_gpu(setting: Setting, monkeypatch: py
     assert chosen == [("checkpoint", "cuda:3")]
 
 
-def test_readers_see_no_checkpoint_before_it_is_complete(setting: Setting, gate: Gate) -> None:
+def test_readers_see_no_checkpoint_before_it_is_complete(setting, gate):
     """`eval` and `show` list what has a model, `resume` what is complete; a resume removes what SIGKILL would leave."""
     with setting.writer() as writer:
         setting.save(writer, 1)
@@ -419,9 +396,7 @@ def test_readers_see_no_checkpoint_before_it_is_complete(setting: Setting, gate:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("qwen2", torch.bfloat16), ("llama", torch.float32)])
-def test_updates_after_loading_equal_uninterrupted_ones(
-    embedded: Policy, tmp_path: Path, dtype: torch.dtype, kind: str
-) -> None:
+def test_updates_after_loading_equal_uninterrupted_ones(embedded, tmp_path, dtype, kind):
     """Tied and untied, with and without masters: all is equal after further updates, not only after loading."""
     one, other = fresh(embedded, dtype, kind), fresh(embedded, dtype, kind)
     update(one, 1, 2, 3)
@@ -439,7 +414,7 @@ def test_updates_after_loading_equal_uninterrupted_ones(
     assert one.optimizer.lr == other.optimizer.lr
 
 
-def test_other_loaders_find_only_the_model_in_a_checkpoint(embedded: Policy, tmp_path: Path) -> None:
+def test_other_loaders_find_only_the_model_in_a_checkpoint(embedded, tmp_path):
     trained = fresh(embedded, torch.float32)
     update(trained, 1)
     folder = tmp_path / "step-000010"
@@ -456,9 +431,7 @@ def test_other_loaders_find_only_the_model_in_a_checkpoint(embedded: Policy, tmp
     assert listed == there
 
 
-def test_every_file_is_flushed_before_the_rename(
-    embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_file_is_flushed_before_the_rename(embedded, tmp_path, monkeypatch):
     synced: list[str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -480,9 +453,7 @@ def test_every_file_is_flushed_before_the_rename(
     assert synced[-2:] == ["the rename", "checkpoints"]
 
 
-def test_a_full_disk_is_reported_before_anything_is_written(
-    embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_before_anything_is_written(embedded, tmp_path, monkeypatch):
     """Tied weights count once; moments, masters and the batches that were sampled ahead count too."""
     trained = fresh(embedded, torch.bfloat16)
     update(trained, 1)
@@ -502,7 +473,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_incomplete_checkpoint_is_replaced(embedded: Policy, tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_replaced(embedded, tmp_path):
     trained = fresh(embedded, torch.float32)
     for name in (".step-000010.writing", "step-000010"):
         (tmp_path / name).mkdir()
@@ -514,7 +485,7 @@ def test_an_incomplete_checkpoint_is_replaced(embedded: Policy, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["trainer/optimizer.safetensors", "model.safetensors"])
-def test_damage_that_keeps_file_sizes_is_one_error_line(embedded: Policy, tmp_path: Path, name: str) -> None:
+def test_damage_that_keeps_file_sizes_is_one_error_line(embedded, tmp_path, name):
     trained = fresh(embedded, torch.float32)
     update(trained, 1)
     save_checkpoint(*trained, STEP, tmp_path / "step-000010")
@@ -525,7 +496,7 @@ def test_damage_that_keeps_file_sizes_is_one_error_line(embedded: Policy, tmp_pa
     assert "\n" not in str(error.value)
 
 
-def test_the_state_of_another_model_is_refused(embedded: Policy) -> None:
+def test_the_state_of_another_model_is_refused(embedded):
     one, other = fresh(embedded, torch.float32), fresh(embedded, torch.bfloat16)
     update(one, 1)
     update(other, 1)
@@ -536,9 +507,7 @@ def test_the_state_of_another_model_is_refused(embedded: Policy) -> None:
         one.optimizer.load_state({**one.optimizer.state(), "model.none.step": torch.ones(())}, 1, 0)
 
 
-def test_the_tensor_file_has_the_bytes_that_safetensors_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tensor_file_has_the_bytes_that_safetensors_writes(tmp_path, monkeypatch):
     """Scalars, an empty tensor, two types and a transposed matrix, in chunks that end within a tensor."""
     monkeypatch.setattr(checkpoint_writer, "CHUNK_BYTES", 40)
     values = {
@@ -554,9 +523,7 @@ def test_the_tensor_file_has_the_bytes_that_safetensors_writes(
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
-def test_a_chunk_is_on_the_disk_before_the_next_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_is_on_the_disk_before_the_next_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "CHUNK_BYTES", 4096)
     path, synced, fsync = tmp_path / "tensors", [], os.fsync
 

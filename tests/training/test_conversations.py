@@ -99,7 +99,7 @@ def completions_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_resumed_run_is_the_same(tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_is_the_same(tmp_path, name):
     whole = train(config_of(name), tmp_path, "whole")
     lines = lines_of(whole.folder)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
@@ -133,7 +133,7 @@ def trained(ranks: Ranks, folder: Path, name: str) -> tuple[list[dict[str, Any]]
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", [*VARIANTS][:2])
-def test_two_ranks_train_as_one(tmp_path: Path, name: str) -> None:
+def test_two_ranks_train_as_one(tmp_path, name):
     others, same_completions = run_ranks(2, tmp_path / "ranks", partial(trained, name=name), tmp_path)[0]
     lines, completions = trained(SINGLE, tmp_path, name)
     columns = ("problem_id", "text", "extra", "reward", "length", "finish_reason")
@@ -146,7 +146,7 @@ def test_two_ranks_train_as_one(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-def test_adapters_on_two_ranks(tmp_path: Path) -> None:
+def test_adapters_on_two_ranks(tmp_path):
     config = by_hand.config_of(model={"lora": {"rank": 4}}, optim={"lr": 5e-3})
     (steps, weights), _ = run_ranks(2, tmp_path / "ranks", partial(by_hand.train, config=config), tmp_path)
     by_hand.check(config, steps, weights)

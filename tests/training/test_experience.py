@@ -62,13 +62,13 @@ class Outcome:
 def updated(policy: Policy, experiences: list[Experience], config: RunConfig) -> Outcome:
     optimizer = Optimizer(policy.model, config.optim, total_updates=len(experiences))
     updates = update_policy(policy, optimizer, experiences, config)
-    gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])  # type: ignore[union-attr]
+    gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
     return Outcome(weights_of(policy), gradient, updates)
 
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("method", ["band", "gspo", "kl-cov"])
-def test_updates_equal_those_of_all_tokens_with_log_probs_of_the_trainer(method: str) -> None:
+def test_updates_equal_those_of_all_tokens_with_log_probs_of_the_trainer(method):
     """One update: the gradient is that of all groups; metrics differ in those that need a ratio alone."""
     config = settings(method, updates=1)
     config = config.model_copy(update={"optim": config.optim.model_copy(update={"micro_batch_tokens": 1})})
@@ -83,7 +83,7 @@ def test_updates_equal_those_of_all_tokens_with_log_probs_of_the_trainer(method:
         assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-5), name
 
 
-def test_the_first_update_has_ratios_of_exactly_one() -> None:
+def test_the_first_update_has_ratios_of_exactly_one():
     policy = policy_of()
     config = settings()
     outcome = updated(policy, experiences_of(policy, config), config)
@@ -94,7 +94,7 @@ def test_the_first_update_has_ratios_of_exactly_one() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_that_needs_no_other_tokens_has_no_loss_without_an_advantage(method: str) -> None:
+def test_a_method_that_needs_no_other_tokens_has_no_loss_without_an_advantage(method):
     """And its columns of some completions are those of all, so that they can be computed per micro-batch."""
     config = settings(method)
     loss = policy_loss(config.bounds, config.objective)
@@ -147,12 +147,8 @@ ALL = ["left out of the first", "second", "left out of the second"]
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_more_passes_than_the_loss_needs_with_a_sampler_that_is_not_exact(
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str,
-    objective: dict[str, Any],
-    method: str,
-    without_gradient: list[str],
-) -> None:
+    monkeypatch, dtype, objective, method, without_gradient
+):
     """Two updates of two groups each, one of which has equal rewards; a pass is one micro-batch."""
     config = settings(method, objective=objective)
     policy = policy_of()
@@ -190,9 +186,7 @@ def test_no_more_passes_than_the_loss_needs_with_a_sampler_that_is_not_exact(
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_no_pass_without_gradient_where_the_sampler_is_exact(
-    monkeypatch: pytest.MonkeyPatch, entropy: bool
-) -> None:
+def test_no_pass_without_gradient_where_the_sampler_is_exact(monkeypatch, entropy):
     """Not even for entropies that an engine does not report, and not with metrics of all tokens."""
     policy = policy_of()
     config = settings(objective={"all_token_metrics": True})
@@ -203,7 +197,7 @@ def test_no_pass_without_gradient_where_the_sampler_is_exact(
 
 
 @pytest.mark.parametrize("term", ["reference_kl", "entropy_bonus"])
-def test_a_term_of_all_tokens_keeps_all_groups(term: str) -> None:
+def test_a_term_of_all_tokens_keeps_all_groups(term):
     policy = policy_of()
     config = settings(objective={term: 0.1})
     groups, advantages = graded(policy)
@@ -215,7 +209,7 @@ def test_a_term_of_all_tokens_keeps_all_groups(term: str) -> None:
     assert all((item.ref_logprobs is None) == (reference is None) for item in experiences)
 
 
-def test_one_group_is_kept_where_none_has_an_advantage() -> None:
+def test_one_group_is_kept_where_none_has_an_advantage():
     advantages = torch.tensor([[0.0, 0.0], [1.0, -1.0], [0.0, float("nan")]])
     assert active_groups(advantages).tolist() == [False, True, True]
     assert active_groups(advantages[:1]).tolist() == [True]

@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Sequence
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -45,7 +44,7 @@ KEYS = {f"{group}/{name}" for group, names in CONTRACT.items() for name in names
 """Keys that every training step has in metrics.jsonl."""
 
 
-def test_every_step_has_the_documented_metrics(recorded: Recording) -> None:
+def test_every_step_has_the_documented_metrics(recorded):
     for step in range(1, 6):
         assert not KEYS - recorded.line(step).keys()
 
@@ -54,9 +53,7 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def test_dropped_groups_count_in_the_metrics_and_stay_in_the_samples(
-    tmp_path: Path, small_model: Path
-) -> None:
+def test_dropped_groups_count_in_the_metrics_and_stay_in_the_samples(tmp_path, small_model):
     recording = run(
         tmp_path / "a",
         small_model,
@@ -96,12 +93,12 @@ def check_samples(recording: Recording, step: int) -> None:
     assert rows == expected
 
 
-def test_the_sample_table_holds_the_recorded_rollouts(recorded: Recording) -> None:
+def test_the_sample_table_holds_the_recorded_rollouts(recorded):
     for step in range(1, 6):
         check_samples(recorded, step)
 
 
-def test_token_tables_are_written_at_evaluated_steps(recorded: Recording) -> None:
+def test_token_tables_are_written_at_evaluated_steps(recorded):
     folder = recorded.folder.path / "tokens"
     assert sorted(path.name for path in folder.iterdir()) == [
         f"step-00000{step}.parquet" for step in (2, 4, 5)
@@ -137,7 +134,7 @@ def evaluation_by_hand(recording: Recording, step: int) -> dict[str, dict[str, d
 
 
 @pytest.mark.parametrize("step", [0, 2, 4, 5])
-def test_evaluation_metrics_are_those_of_the_recorded_grades(recorded: Recording, step: int) -> None:
+def test_evaluation_metrics_are_those_of_the_recorded_grades(recorded, step):
     """Evaluations use the grader's correctness, not the shaped reward."""
     by_hand, line = evaluation_by_hand(recorded, step), recorded.line(step)
     written = json.loads((recorded.folder.path / "evals" / f"step-{step:06d}.json").read_text())
@@ -155,7 +152,7 @@ def test_evaluation_metrics_are_those_of_the_recorded_grades(recorded: Recording
             assert scores["metrics"][name]["value"] == expected
 
 
-def test_evaluations_are_due_at_the_start_every_second_step_and_the_end(recorded: Recording) -> None:
+def test_evaluations_are_due_at_the_start_every_second_step_and_the_end(recorded):
     lines = recorded.folder.read_metrics()
     assert [line["step"] for line in lines] == list(range(6))
     assert [line["step"] for line in lines if any(key.startswith("eval/") for key in line)] == [0, 2, 4, 5]
@@ -177,7 +174,7 @@ def check_checkpoint(recording: Recording, step: int) -> None:
     assert weights.keys() - saved.keys() <= {"lm_head.weight"}, "tied to the embeddings"
 
 
-def test_checkpoints_hold_the_state_after_their_step_and_precede_its_line(recorded: Recording) -> None:
+def test_checkpoints_hold_the_state_after_their_step_and_precede_its_line(recorded):
     assert list(model_checkpoints(recorded.folder)) == [3, 5]
     for step in (3, 5):
         check_checkpoint(recorded, step)
@@ -185,7 +182,7 @@ def test_checkpoints_hold_the_state_after_their_step_and_precede_its_line(record
     assert at_line == {0: [], 1: [], 2: [], 3: [3], 4: [3], 5: [3, 5]}
 
 
-def test_old_checkpoints_are_removed_after_the_line_of_the_new_one(tmp_path: Path, small_model: Path) -> None:
+def test_old_checkpoints_are_removed_after_the_line_of_the_new_one(tmp_path, small_model):
     keep = {
         "steps": 3,
         "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0},
@@ -197,7 +194,7 @@ def test_old_checkpoints_are_removed_after_the_line_of_the_new_one(tmp_path: Pat
     assert list(model_checkpoints(recording.folder)) == [3]
 
 
-def test_the_callback_receives_the_phases_of_a_step_in_order(recorded: Recording) -> None:
+def test_the_callback_receives_the_phases_of_a_step_in_order(recorded):
     update = ["sample", "grade", "logprobs", "update", "record", "sync"]
     extra = {0: ["eval"], 1: [], 2: ["eval"], 3: ["checkpoint"], 4: ["eval"], 5: ["eval", "checkpoint"]}
     for number, step in recorded.steps.items():
@@ -207,23 +204,19 @@ def test_the_callback_receives_the_phases_of_a_step_in_order(recorded: Recording
         assert times == {"time/step", "time/total", *(f"time/{phase}" for phase in expected)}
 
 
-def test_the_report_of_a_step_is_its_line_and_its_first_rollout(recorded: Recording) -> None:
+def test_the_report_of_a_step_is_its_line_and_its_first_rollout(recorded):
     for number, step in recorded.steps.items():
-        assert step.report is not None
         assert step.report.record == recorded.line(number)
         if not number:
             assert step.report.sample is None
             continue
         first = step.training_groups()[0][0]
-        assert step.report.sample is not None
         assert step.report.sample.completion == first.completion
         assert (step.report.sample.problem, step.report.sample.text) == (first.problem, first.text)
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 2), (3, 4)])
-def test_a_stop_saves_a_checkpoint_of_the_last_complete_step(
-    tmp_path: Path, small_model: Path, first: int, last: int
-) -> None:
+def test_a_stop_saves_a_checkpoint_of_the_last_complete_step(tmp_path, small_model, first, last):
     """A later first step skips the evaluation before training."""
     recording = prepare_run(tmp_path / "a", small_model, {"evaluation": {"every": 4}})
     execute(recording, first=first, stop=lambda: last in recording.steps)
@@ -236,13 +229,13 @@ def test_a_stop_saves_a_checkpoint_of_the_last_complete_step(
         check_checkpoint(recording, last)
 
 
-def test_a_stop_before_the_first_step_writes_no_checkpoint(tmp_path: Path, small_model: Path) -> None:
+def test_a_stop_before_the_first_step_writes_no_checkpoint(tmp_path, small_model):
     recording = execute(prepare_run(tmp_path / "a", small_model), stop=lambda: True)
     assert list(recording.steps) == [0]
     assert not model_checkpoints(recording.folder)
 
 
-def test_a_stop_does_not_rewrite_an_existing_checkpoint(tmp_path: Path, small_model: Path) -> None:
+def test_a_stop_does_not_rewrite_an_existing_checkpoint(tmp_path, small_model):
     recording = prepare_run(tmp_path / "a", small_model, {"checkpoint": {"every": 1}})
     written: list[int] = []
 
@@ -258,8 +251,8 @@ def test_a_stop_does_not_rewrite_an_existing_checkpoint(tmp_path: Path, small_mo
 
 @pytest.mark.parametrize(("failing", "answers", "lines"), [("eval", 24, 0), ("training", 16, 1)])
 def test_a_step_with_grader_errors_only_ends_the_run(
-    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch, failing: str, answers: int, lines: int
-) -> None:
+    tmp_path, small_model, monkeypatch, failing, answers, lines
+):
     """Held-out problems are graded before training; errors on them alone, or on the training problems alone."""
     recording = prepare_run(tmp_path / "a", small_model)
     heldout = {item.id for problems in recording.components.heldout.values() for item in problems}
@@ -288,9 +281,7 @@ def texts_by_hand(recording: Recording, ids: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["training", "evaluation"])
-def test_the_grader_receives_the_text_of_each_completion_with_its_own_problem(
-    recorded: Recording, kind: str
-) -> None:
+def test_the_grader_receives_the_text_of_each_completion_with_its_own_problem(recorded, kind):
     groups = [group for step in recorded.steps.values() for group in getattr(step, f"{kind}_groups")()]
     for group in groups:
         assert len({item.problem.id for item in group}) == 1
@@ -301,9 +292,7 @@ def test_the_grader_receives_the_text_of_each_completion_with_its_own_problem(
     assert any(1 in item.completion.token_ids for group in groups for item in group)
 
 
-def test_the_trainers_own_model_is_corrected_for_in_16_bits_only(
-    recorded: Recording, tmp_path: Path, small_model: Path
-) -> None:
+def test_the_trainers_own_model_is_corrected_for_in_16_bits_only(recorded, tmp_path, small_model):
     """The real sampler, which draws from logits rounded to bfloat16: w = π_old/π_sampler of every token, by hand."""
     assert not [key for key in recorded.line(1) if key.startswith("sampler/importance")]
     assert recorded.line(1)["sampler/logprob_gap_max"] < 1e-4
@@ -317,7 +306,7 @@ def test_the_trainers_own_model_is_corrected_for_in_16_bits_only(
     assert line["sampler/importance_max"] == pytest.approx(max(weights), rel=1e-6)
 
 
-def test_weights_change_only_at_updates(recorded: Recording) -> None:
+def test_weights_change_only_at_updates(recorded):
     for number in range(1, 6):
         weights = [
             recorded.weights_before(number),
@@ -330,8 +319,8 @@ def test_weights_change_only_at_updates(recorded: Recording) -> None:
 
 
 def test_no_gradient_and_no_value_per_token_is_held_when_the_sampler_syncs(
-    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, small_model, monkeypatch
+):
     """Gradients take 4 bytes per parameter, and the values of all tokens of a step some hundred megabytes.
 
     An evaluation begins with an empty cache.
@@ -384,9 +373,7 @@ def test_no_gradient_and_no_value_per_token_is_held_when_the_sampler_syncs(
         },
     ],
 )
-def test_a_step_waits_for_the_device_once_per_update(
-    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
-) -> None:
+def test_a_step_waits_for_the_device_once_per_update(tmp_path, small_model, monkeypatch, settings):
     one_step = {"steps": 1, "evaluation": {"every": 0}}
     prepared = prepare_run(tmp_path / "run", small_model, one_step | settings)
     reads = DeviceReads()
@@ -411,9 +398,7 @@ def test_a_step_waits_for_the_device_once_per_update(
 
 
 @pytest.mark.parametrize("initialized", [True, False])
-def test_the_cache_is_emptied_after_garbage_collection_if_there_is_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, initialized: bool
-) -> None:
+def test_the_cache_is_emptied_after_garbage_collection_if_there_is_a_gpu(monkeypatch, initialized):
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))

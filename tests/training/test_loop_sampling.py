@@ -31,7 +31,7 @@ def two_batches(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> 
     return run(tmp_path_factory.mktemp("two") / "a", small_model, TWO_BATCHES, uniform=set)
 
 
-def test_every_training_batch_has_a_different_seed(two_batches: Recording) -> None:
+def test_every_training_batch_has_a_different_seed(two_batches):
     training, evaluation = two_batches.seeds("training"), two_batches.seeds("evaluation")
     assert [len(training[step]) for step in (1, 2)] == [2, 2]
     assert len(set(flat(training))) == 4
@@ -39,9 +39,7 @@ def test_every_training_batch_has_a_different_seed(two_batches: Recording) -> No
 
 
 @pytest.mark.slow
-def test_a_seed_depends_on_run_seed_step_and_batch_only(
-    two_batches: Recording, tmp_path: Path, small_model: Path
-) -> None:
+def test_a_seed_depends_on_run_seed_step_and_batch_only(two_batches, tmp_path, small_model):
     other_settings = {"optim": {"lr": 1e-2}, "steps": 1, "evaluation": {"every": 1}}
     same = run(tmp_path / "b", small_model, TWO_BATCHES, other_settings, uniform=set)
     other = run(tmp_path / "c", small_model, TWO_BATCHES, {"seed": 8, "steps": 1}, uniform=set)
@@ -51,14 +49,14 @@ def test_a_seed_depends_on_run_seed_step_and_batch_only(
         assert not set(flat(two_batches.seeds(kind))) & set(flat(other.seeds(kind)))
 
 
-def test_evaluations_repeat_their_seeds_and_no_two_batches_share_one(recorded: Recording) -> None:
+def test_evaluations_repeat_their_seeds_and_no_two_batches_share_one(recorded):
     seeds = {step: seed for step, seed in recorded.seeds("evaluation").items() if seed}
     assert list(seeds) == [0, 2, 4, 5]
     assert seeds[0] == seeds[2] == seeds[4] == seeds[5]
     assert len(set(seeds[0])) == len(seeds[0]) == 5
 
 
-def test_training_samples_with_the_training_settings(recorded: Recording) -> None:
+def test_training_samples_with_the_training_settings(recorded):
     policy = recorded.components.policy
     expected = SamplingParams(
         samples=4, temperature=0.7, max_tokens=6, stop_ids=policy.stop_ids, entropy=True
@@ -71,14 +69,14 @@ def test_training_samples_with_the_training_settings(recorded: Recording) -> Non
         assert [len(group) for group in call.completions_PG] == [4] * 4
 
 
-def test_evaluation_samples_with_the_evaluation_settings(recorded: Recording) -> None:
+def test_evaluation_samples_with_the_evaluation_settings(recorded):
     policy = recorded.components.policy
     expected = SamplingParams(samples=3, temperature=1.3, max_tokens=6, stop_ids=policy.stop_ids)
     for step in (0, 2, 4, 5):
         assert {call.params for call in recorded.steps[step].evaluation} == {expected}
 
 
-def test_evaluation_batches_hold_complete_problems_of_one_set(recorded: Recording) -> None:
+def test_evaluation_batches_hold_complete_problems_of_one_set(recorded):
     """Batches of 7 completions are 2 problems of 3; sets of 5 and 3 problems, each in its own batches."""
     components = recorded.components
     sizes = {"first": (2, 2, 1), "second": (2, 1)}
@@ -94,7 +92,7 @@ def test_evaluation_batches_hold_complete_problems_of_one_set(recorded: Recordin
         assert [call.prompts_P for call in recorded.steps[step].evaluation] == expected
 
 
-def test_training_takes_the_problems_of_the_stream_in_order(recorded: Recording) -> None:
+def test_training_takes_the_problems_of_the_stream_in_order(recorded):
     components = recorded.components
     problems = components.stream.take(0, 20)
     prompts = [tuple(components.policy.tokenizer(str(problem.prompt))["input_ids"]) for problem in problems]
@@ -104,7 +102,7 @@ def test_training_takes_the_problems_of_the_stream_in_order(recorded: Recording)
     assert components.stream.position == 20
 
 
-def test_sync_follows_the_updates_once_with_the_new_weights_and_their_version(recorded: Recording) -> None:
+def test_sync_follows_the_updates_once_with_the_new_weights_and_their_version(recorded):
     assert not recorded.steps[0].syncs
     for number in range(1, 6):
         step = recorded.steps[number]
@@ -116,7 +114,7 @@ def test_sync_follows_the_updates_once_with_the_new_weights_and_their_version(re
         assert not same_weights(sync.weights, step.updates[0].weights)
 
 
-def test_completions_have_the_version_of_their_weights(recorded: Recording) -> None:
+def test_completions_have_the_version_of_their_weights(recorded):
     def versions(groups: list[list[Any]]) -> set[int]:
         return {item.completion.policy_version for group in groups for item in group}
 
@@ -143,7 +141,7 @@ def with_grading_after_sampling(order: list[str]) -> list[str]:
     return [*order[:start], *["sample", "grade"] * calls.count("grade"), *order[end:]]
 
 
-def test_the_calls_of_a_step_come_in_order(recorded: Recording) -> None:
+def test_the_calls_of_a_step_come_in_order(recorded):
     update = ["sample", "grade", "sleep", "update", "update", "write samples"]
     evaluation = ["sample", "grade"] * 5 + ["write eval"]
     assert with_grading_after_sampling(recorded.steps[0].order) == [*evaluation, "append metrics"]
@@ -154,13 +152,13 @@ def test_the_calls_of_a_step_come_in_order(recorded: Recording) -> None:
         assert order == [*update, "write tokens", "sync", *evaluation, "append metrics"]
 
 
-def test_a_step_with_two_batches_samples_both_before_the_engine_sleeps(two_batches: Recording) -> None:
+def test_a_step_with_two_batches_samples_both_before_the_engine_sleeps(two_batches):
     for step in (1, 2):
         order = two_batches.steps[step].order
         assert order[:6] == ["sample", "grade", "sample", "grade", "sleep", "update"]
 
 
-def test_a_stale_engine_stops_the_run_and_is_not_evaluated(tmp_path: Path, small_model: Path) -> None:
+def test_a_stale_engine_stops_the_run_and_is_not_evaluated(tmp_path, small_model):
     recording = prepare_run(tmp_path / "a", small_model, {"evaluation": {"every": 1}}, stale=True)
     with pytest.raises(StaleEngineError, match="weights of update 0, the policy is at 2"):
         execute(recording)
@@ -169,7 +167,7 @@ def test_a_stale_engine_stops_the_run_and_is_not_evaluated(tmp_path: Path, small
 
 
 @pytest.mark.slow
-def test_a_few_steps_teach_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_steps_teach_the_bundled_model(tmp_path, monkeypatch):
     """Of the answers to new problems 25% have no multiplication in the first step, and 83% in the fifth step."""
     monkeypatch.chdir(tmp_path)
     Path("sums.py").write_text("def sums(text, answer, extra):\n    return '*' not in text\n")

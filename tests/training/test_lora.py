@@ -1,7 +1,5 @@
 """Training with LoRA: the base stays as it is, and checkpoints hold the adapters."""
 
-from pathlib import Path
-
 import peft
 import pytest
 import torch
@@ -22,7 +20,7 @@ from tests.training.recording import SETTINGS
 
 
 @pytest.mark.slow
-def test_a_run_trains_the_adapters_alone(tmp_path: Path, small_model: Path) -> None:
+def test_a_run_trains_the_adapters_alone(tmp_path, small_model):
     layer = {
         "steps": 2,
         "model": {"path": str(small_model), "lora": {"rank": 4}},
@@ -40,7 +38,6 @@ def test_a_run_trains_the_adapters_alone(tmp_path: Path, small_model: Path) -> N
         components.close()
     moved = {name for name, value in policy.named_parameters() if not torch.equal(value, start[name])}
     assert moved == {name for name, _ in policy.named_parameters() if "lora_" in name}
-    assert components.reference is not None
     assert components.reference.model is policy
     # In the first step the policy is its reference up to the second update; later it moves away.
     assert lines[2]["kl/ref"] > lines[1]["kl/ref"] >= 0.0
@@ -63,7 +60,7 @@ def test_a_run_trains_the_adapters_alone(tmp_path: Path, small_model: Path) -> N
             assert not torch.equal(loaded(input_ids=ids).logits, policy(input_ids=ids).logits)
 
 
-def test_the_flops_of_frozen_weights_have_no_gradient() -> None:
+def test_the_flops_of_frozen_weights_have_no_gradient():
     """Forward: 2 per weight and token. Backward: 4 of those that are trained, 2 of the others, and attention twice."""
     model = (
         random_model()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,7 +86,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_raises_its_own_message_before_the_weights_change(name: str) -> None:
+def test_each_fault_raises_its_own_message_before_the_weights_change(name):
     fault, line = FAULTS[name]
     policy = policy_of()
     config = config_of(objective={"aggregation": "seq-sum-norm"}, sampling={"max_tokens": 1})
@@ -101,7 +100,7 @@ def test_each_fault_raises_its_own_message_before_the_weights_change(name: str) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_skipped_update_changes_only_the_count_of_skips(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_skipped_update_changes_only_the_count_of_skips(tmp_path, dtype):
     """Good, bad, good: weights, masters, moments and metrics are those of the two good updates bit for bit."""
     config = config_of(optim={**STEADY, "max_skips": 1})
     ended = []
@@ -125,9 +124,7 @@ def test_a_skipped_update_changes_only_the_count_of_skips(tmp_path: Path, dtype:
     assert optimizer.skipped_in_a_row == 0
 
 
-def test_an_overflow_in_float16_skips_the_update_and_halves_the_scale(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_overflow_in_float16_skips_the_update_and_halves_the_scale(caplog):
     """The update without an overflow has the gradient of float32, and no batch is stored for the other."""
     norms = {}
     for dtype in (torch.float32, torch.float16):
@@ -152,7 +149,7 @@ def test_an_overflow_in_float16_skips_the_update_and_halves_the_scale(
     assert norms[torch.float16] == pytest.approx(norms[torch.float32], rel=0.02)
 
 
-def test_the_batch_is_stored_with_every_computed_value(tmp_path: Path) -> None:
+def test_the_batch_is_stored_with_every_computed_value(tmp_path):
     policy = policy_of()
     config = config_of(objective={"reference_kl": 0.1})
     (experience,) = experiences_of(policy, updates=1)
@@ -192,7 +189,6 @@ def test_the_batch_is_stored_with_every_computed_value(tmp_path: Path) -> None:
         "upper": experience.columns["upper"],
         "advantages": experience.advantages,
     }.items():
-        assert tensor is not None
         np.testing.assert_array_equal(np.concatenate(table[name]), tensor.numpy(), err_msg=name)
     assert np.isnan(np.concatenate(table["new_logprobs"])).all()
     assert np.isnan(np.concatenate(table["ratios"])).all()
@@ -200,9 +196,7 @@ def test_the_batch_is_stored_with_every_computed_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "norm"), [("float32", 1.0), ("bfloat16", None)])
-def test_suggestions_leave_out_settings_in_use_and_an_unwritable_disk_is_named(
-    tmp_path: Path, dtype: str, norm: float | None
-) -> None:
+def test_suggestions_leave_out_settings_in_use_and_an_unwritable_disk_is_named(tmp_path, dtype, norm):
     (tmp_path / "bad_batches").write_text("a file where the folder should be")
     config = config_of(model={"dtype": dtype}, optim={"max_grad_norm": norm})
     policy = policy_of()
@@ -216,7 +210,7 @@ def test_suggestions_leave_out_settings_in_use_and_an_unwritable_disk_is_named(
     assert ("optim.max_grad_norm=1" in str(caught.value)) == (norm is None)
 
 
-def test_consecutive_skips_and_stored_batches_are_limited(tmp_path: Path) -> None:
+def test_consecutive_skips_and_stored_batches_are_limited(tmp_path):
     limit = MAX_BAD_BATCHES + 2
     config = config_of(optim={**STEADY, "max_skips": limit})
     policy = policy_of()
@@ -249,7 +243,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def test_a_run_with_a_broken_weight_skips_up_to_the_limit_and_stops(tmp_path: Path) -> None:
+def test_a_run_with_a_broken_weight_skips_up_to_the_limit_and_stops(tmp_path):
     """Three skips are allowed: step 1 is recorded with both updates skipped, step 2 stops at its second."""
     config = resolve([SMALL, {"optim": {"max_skips": 3}, "checkpoint": {"every": 0}}])
     components = build_components(config, build_task(config.task))
@@ -278,7 +272,7 @@ def test_a_run_with_a_broken_weight_skips_up_to_the_limit_and_stops(tmp_path: Pa
         ([3e38, 3e38, math.nan], False),
     ],
 )
-def test_weights_whose_sum_is_too_large_are_finite(values: list[float], finite: bool) -> None:
+def test_weights_whose_sum_is_too_large_are_finite(values, finite):
     layer = torch.nn.Linear(len(values), 1, bias=False)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([values]))
@@ -287,7 +281,7 @@ def test_weights_whose_sum_is_too_large_are_finite(values: list[float], finite: 
 
 
 @pytest.mark.slow
-def test_infinite_gradients_after_good_steps_reach_no_checkpoint(tmp_path: Path) -> None:
+def test_infinite_gradients_after_good_steps_reach_no_checkpoint(tmp_path):
     """Two good steps, then infinite gradients. All checkpoints have the weights of step 2, the last good update; and
     while updates fail no checkpoint is removed, although the settings keep only the last one."""
     keep_one = {"checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0}}

@@ -23,12 +23,11 @@ from bandpo_cli.training.performance import (
 )
 from bandpo_cli.training.rollout_batches import SampledGroups
 from bandpo_cli.types import CORRECT, Completion, Group, Insertion, Problem, Rollout
-from tests.training.recording import Recording
 
 ROWS = [Row([1] * 30, [[2] * 5, [3] * 9]), Row([1] * 23, [[2] * 14])]
 
 
-def test_the_metrics_of_a_step_follow_from_its_record(recorded: Recording) -> None:
+def test_the_metrics_of_a_step_follow_from_its_record(recorded):
     """Every completion of a step is sampled in `sample` and trained on in `logprobs` and `update`."""
     for step in (1, 5):
         line = recorded.line(step)
@@ -47,7 +46,7 @@ def policy() -> Any:
     return load_policy(ModelConfig())
 
 
-def test_padding_counts_the_positions_beyond_each_sequence(policy: Any) -> None:
+def test_padding_counts_the_positions_beyond_each_sequence(policy):
     """A row with two completions and one with one: two blocks, so no padding; two rows of 44 and 41 share one."""
     with PackedWork(policy.model).counted() as work, torch.no_grad():
         token_logprobs(policy.model, collate(ROWS, policy.device))
@@ -56,14 +55,14 @@ def test_padding_counts_the_positions_beyond_each_sequence(policy: Any) -> None:
         assert (work.positions, work.padding) == (81 + 2 * 44, 3)
 
 
-def test_copies_of_a_long_prompt_are_no_padding(policy: Any) -> None:
+def test_copies_of_a_long_prompt_are_no_padding(policy):
     """A row of more than 512 tokens is computed as one sequence per completion: 300 + 200 and 300 + 150 tokens."""
     with PackedWork(policy.model).counted() as work, torch.no_grad():
         token_logprobs(policy.model, collate([Row([1] * 300, [[2] * 200, [3] * 150])], policy.device))
     assert (work.positions, work.padding) == (2 * 500, 50)
 
 
-def test_model_flops_are_those_of_the_matrix_products(policy: Any) -> None:
+def test_model_flops_are_those_of_the_matrix_products(policy):
     """Independent: torch counts the products that it dispatches, apart from those within the attention kernel."""
     batch = collate([Row([1] * 40, [[2] * 8])], policy.device)
     with (
@@ -83,7 +82,7 @@ def test_model_flops_are_those_of_the_matrix_products(policy: Any) -> None:
     assert trained.flops == 3 * work.flops
 
 
-def test_completions_of_a_row_do_not_attend_to_each_other(policy: Any) -> None:
+def test_completions_of_a_row_do_not_attend_to_each_other(policy):
     """The FLOPs of a shared row are those of its two rows, without the second pass over the prompt."""
     flops = []
     for row in (ROWS[0], *(Row(ROWS[0].prompt_ids, [completion]) for completion in ROWS[0].completions)):
@@ -96,7 +95,7 @@ def test_completions_of_a_row_do_not_attend_to_each_other(policy: Any) -> None:
     assert flops[1] + flops[2] - flops[0] == prompt.flops - head
 
 
-def test_utilisation_and_peak_memory_of_a_card(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_utilisation_and_peak_memory_of_a_card(policy, monkeypatch):
     """The card is a stand-in: 1e12 FLOP in 2 seconds on a card of 10e12 FLOP/s are 5 percent."""
     resets: list[Any] = []
     peaks = iter([2 * 2**30, 7 * 2**30])
@@ -129,11 +128,11 @@ def test_utilisation_and_peak_memory_of_a_card(policy: Any, monkeypatch: pytest.
         ("Tesla V100-SXM2-16GB", None),
     ],
 )
-def test_the_peak_of_a_card_is_found_by_its_name(name: str, key: str | None) -> None:
+def test_the_peak_of_a_card_is_found_by_its_name(name, key):
     assert peak_flops(name) == (None if key is None else PEAK_FLOPS[key])
 
 
-def test_a_mixture_of_experts_has_no_utilisation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_of_experts_has_no_utilisation(monkeypatch):
     """Nor has a float32 model: the peak is that of products in 16 bits."""
     policy = load_policy(ModelConfig())
     card = SimpleNamespace(type="cuda")
@@ -146,7 +145,7 @@ def test_a_mixture_of_experts_has_no_utilisation(monkeypatch: pytest.MonkeyPatch
     assert PackedWork(policy.model).peak is None
 
 
-def test_the_totals_are_the_sums_over_the_steps(recorded: Recording, policy: Any) -> None:
+def test_the_totals_are_the_sums_over_the_steps(recorded, policy):
     """The tokens of the samples, and of FLOPs the passes of sampling at least; a step is a forward pass more than 3."""
     tokens, work = 0, PackedWork(recorded.components.policy.model)
     flops = 0.0
@@ -172,9 +171,7 @@ def test_the_totals_are_the_sums_over_the_steps(recorded: Recording, policy: Any
 @pytest.mark.parametrize(
     ("prompt_once", "rows"), [(True, [(10, 5, 9)]), (False, [(10, 5), (10, 4), (17, 2)])]
 )
-def test_a_prompt_and_the_turns_before_are_computed_once_or_each_time(
-    prompt_once: bool, rows: list[tuple[int, ...]]
-) -> None:
+def test_a_prompt_and_the_turns_before_are_computed_once_or_each_time(prompt_once, rows):
     """The second completion has 4 tokens, 3 inserted ones after them, and 2 more."""
     completions = [
         Completion([1] * 5, [0.0] * 5, "stop", 0),
@@ -185,7 +182,7 @@ def test_a_prompt_and_the_turns_before_are_computed_once_or_each_time(
     assert [*sampling_rows([Group(problem, tuple(rollouts))], prompt_once)] == rows
 
 
-def test_totals_add_up() -> None:
+def test_totals_add_up():
     totals: dict[str, float] = dict.fromkeys(TOTALS, 7)
     first = add_to_totals(totals, {"compute/flops": 2.0})
     assert first == {**dict.fromkeys(TOTALS, 7), "compute/flops": 9.0}
@@ -193,7 +190,7 @@ def test_totals_add_up() -> None:
     assert (first["compute/flops"], totals["compute/flops"]) == (9.0, 10.0), "an earlier copy stays"
 
 
-def test_of_a_mixture_of_experts_the_active_weights_count(policy: Any) -> None:
+def test_of_a_mixture_of_experts_the_active_weights_count(policy):
     """2 of 8 experts of 5 × 6 weights, and a router of 8 × 6."""
 
     class Layers(torch.nn.Module):
@@ -208,4 +205,4 @@ def test_of_a_mixture_of_experts_the_active_weights_count(policy: Any) -> None:
         base_model=Layers(), config=config, device=torch.device("cpu"), dtype=torch.float32,
         get_output_embeddings=lambda: head,
     )  # fmt: skip
-    assert PackedWork(model).flops_of([(1, 0)]) == 2 * (2 * 5 * 6 + 8 * 6)  # type: ignore[arg-type]
+    assert PackedWork(model).flops_of([(1, 0)]) == 2 * (2 * 5 * 6 + 8 * 6)

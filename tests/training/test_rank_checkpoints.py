@@ -118,7 +118,7 @@ def continue_on_ranks(ranks: Ranks, root: Path, source: str, result: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_checkpoint_resumes_on_any_number_of_ranks(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_on_any_number_of_ranks(tmp_path):
     """1 → 2 → 3 → 1, bit for bit; the last state is that of one process that did all updates."""
     for kind, dtype in CASES:
         folder = tmp_path / "1" / f"{kind}-{dtype}"
@@ -226,12 +226,11 @@ def threads_fail(scenario: Scenario) -> None:
     """Save step 10 by threads, of which that of rank 1 finds a full disk; note the errors at the next step."""
     run, error = scenario.run, "none"
     config = resolve([{"steps": 100, "checkpoint": {"keep_last": 1, "keep_best": 0}}])
-    with CheckpointWriter(config, State(*scenario.one), run) as writer:  # type: ignore[arg-type]
+    with CheckpointWriter(config, State(*scenario.one), run) as writer:
         writer.prepare(10)
         with pytest.MonkeyPatch.context() as context:
             scenario.only_on(1, os, "fsync", no_space)(context)
             writer.commit()
-            assert writer._call is not None
             writer._call.join()
         try:
             writer.check()
@@ -261,9 +260,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
         ("not finite", 1, "NonFiniteError: the weights *model.norm.weight); no checkpoint was written"),
     ],
 )
-def test_a_failure_on_one_rank_is_raised_on_all_and_keeps_the_older_checkpoint(
-    failed: tuple[Path, dict[str, list[str]]], case: str, failing: int | None, error: str
-) -> None:
+def test_a_failure_on_one_rank_is_raised_on_all_and_keeps_the_older_checkpoint(failed, case, failing, error):
     """The other rank names the one that failed, unless both failed."""
     *errors, left = failed[1][case]
     own = errors.pop(failing or 0)
@@ -278,18 +275,14 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_keeps_the_older_checkpoint(
 
 
 @pytest.mark.slow
-def test_an_error_of_a_thread_is_raised_on_all_ranks_at_the_next_step(
-    failed: tuple[Path, dict[str, list[str]]],
-) -> None:
+def test_an_error_of_a_thread_is_raised_on_all_ranks_at_the_next_step(failed):
     first, second = failed[1]["threads"]
     assert first == second
     assert first.endswith("step-000010: the checkpoint cannot be written: No space left on device (rank 1)")
 
 
 @pytest.mark.slow
-def test_ranks_that_are_killed_while_they_write_leave_the_older_checkpoint(
-    failed: tuple[Path, dict[str, list[str]]],
-) -> None:
+def test_ranks_that_are_killed_while_they_write_leave_the_older_checkpoint(failed):
     """The next start removes the hidden folder, and one process resumes from the checkpoint of two ranks."""
     run = RunFolder(failed[0] / "run")
     assert (run.path / "checkpoints" / ".step-000010.writing").is_dir()
@@ -327,7 +320,7 @@ def split_by_hand(folder: Path, parts: int) -> None:
     seal(folder)
 
 
-def test_a_rank_writes_its_shards_in_files_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_writes_its_shards_in_files_of_bounded_size(monkeypatch):
     """Two ranks have half of each tensor: 40, 40, 40, 200 and 4 bytes; a tensor is not split."""
     monkeypatch.setattr(weights, "FILE_BYTES", 100)
     tensors = {name: torch.zeros(size) for name, size in zip("abcde", (20, 20, 20, 100, 2), strict=True)}
@@ -346,7 +339,7 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, Path]:
     return one, folder
 
 
-def test_one_process_reads_the_shards_of_four(of_four: tuple[Trained, Path]) -> None:
+def test_one_process_reads_the_shards_of_four(of_four):
     """Some of the shards are empty: matrices of 2 rows."""
     other = trained("narrow", torch.bfloat16, seed=3)
     load_checkpoint(*other, of_four[1])
@@ -361,9 +354,7 @@ def test_one_process_reads_the_shards_of_four(of_four: tuple[Trained, Path]) -> 
         ("shard-2.safetensors", lambda content: content.replace(b"saved_offsets", b"saved_offsetz")),
     ],
 )
-def test_damaged_shards_are_one_error_line(
-    of_four: tuple[Trained, Path], tmp_path: Path, name: str, damage: Callable[[bytes], bytes]
-) -> None:
+def test_damaged_shards_are_one_error_line(of_four, tmp_path, name, damage):
     folder = shutil.copytree(of_four[1], tmp_path / "step-000010")
     path = folder / "trainer" / "optimizer" / "shard-2.safetensors"
     content = path.read_bytes()
@@ -407,7 +398,7 @@ def part(ranks: Ranks, folder: Path, model: Path, first: int, stop_after: int) -
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_stopped_after_a_step_resumes_with_one(tmp_path: Path, small_model: Path) -> None:
+def test_a_run_of_two_ranks_stopped_after_a_step_resumes_with_one(tmp_path, small_model):
     """It is nearly the uninterrupted run of one process, which adds in another order."""
     stopped = RunFolder(tmp_path / "stopped")
     for name in ("whole", "stopped"):

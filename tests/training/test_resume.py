@@ -117,9 +117,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_resumed_run_equals_an_uninterrupted_run(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path, name, monkeypatch):
     """After a kill at step 3; the gradients before and after it are not zero."""
     monkeypatch.setattr(optimizer, "GROWTH_UPDATES", 3)
     layer, after = VARIANTS[name]
@@ -137,7 +135,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*VARIANTS][::3])
-def test_a_fork_without_changes_equals_an_uninterrupted_run(tmp_path: Path, name: str) -> None:
+def test_a_fork_without_changes_equals_an_uninterrupted_run(tmp_path, name):
     """Bit for bit; with another method it is equal up to the step, and then not."""
     layers = [SMALL, VARIANTS[name][0], {"checkpoint": {"keep_last": None}}]
     same: dict[str, Any] = {"tracking": {"mlflow": False}}
@@ -157,9 +155,7 @@ def test_a_fork_without_changes_equals_an_uninterrupted_run(tmp_path: Path, name
 @pytest.mark.parametrize(
     "layer", [{"optim": {"updates": 1}}, {"sampling": {"temperature": 0.5, "max_lag": 0}}]
 )
-def test_a_fork_that_drops_the_batch_sampled_ahead_has_the_same_problems(
-    tmp_path: Path, layer: dict[str, Any]
-) -> None:
+def test_a_fork_that_drops_the_batch_sampled_ahead_has_the_same_problems(tmp_path, layer):
     """Those of each step of the uninterrupted run."""
     settings = [SMALL, {"sampling": {"max_lag": 2}}, {"checkpoint": {"keep_last": None}}]
     without = {"tracking": {"mlflow": False}}
@@ -176,7 +172,7 @@ def test_a_fork_that_drops_the_batch_sampled_ahead_has_the_same_problems(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, 2])
-def test_an_engine_process_changes_no_number(tmp_path: Path, lag: int) -> None:
+def test_an_engine_process_changes_no_number(tmp_path, lag):
     """A resume may therefore end the process."""
     process, none = ({"sampling": {"max_lag": lag, "engine_process": value}} for value in (True, False))
     whole, other = (RunFolder.create(tmp_path, name) for name in ("whole", "other"))
@@ -190,7 +186,7 @@ def test_an_engine_process_changes_no_number(tmp_path: Path, lag: int) -> None:
 
 
 @pytest.mark.slow
-def test_settings_without_effect_change_no_number(tmp_path: Path) -> None:
+def test_settings_without_effect_change_no_number(tmp_path):
     """Each of `WITHOUT_EFFECT` has another value; reports treat such runs as one variant."""
     rows = [json.dumps({"question": f"1 1 {n} {n}={2 * n}:", "answer": "0"}) for n in range(1, 10)]
     (tmp_path / "sums.jsonl").write_text("\n".join(rows))
@@ -222,7 +218,7 @@ def test_settings_without_effect_change_no_number(tmp_path: Path) -> None:
     assert not (two.path / "token_values").exists()
 
 
-def test_resume_with_other_problems_is_refused(tmp_path: Path) -> None:
+def test_resume_with_other_problems_is_refused(tmp_path):
     config = resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}])
     folder = run(config, RunFolder.create(tmp_path, "a"))
     components = build_components(config, build_task(resolve([SMALL, {"task": {"max_target": 50}}]).task))
@@ -232,7 +228,7 @@ def test_resume_with_other_problems_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fork_whose_data_have_changed_is_refused_and_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_fork_whose_data_have_changed_is_refused_and_leaves_no_folder(tmp_path):
     same: dict[str, Any] = {"tracking": {"mlflow": False}, "evaluation": {"every": 0}}
     config = resolve([SMALL, same, {"steps": 1}])
     folder = run(config, RunFolder.create(tmp_path, "a"))

@@ -5,7 +5,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -52,9 +52,7 @@ def ahead(
 
 @pytest.mark.parametrize("has_process", [False, True])
 @pytest.mark.parametrize("lag", [0, 1, 4, 12])
-def test_the_batch_of_a_step_is_sampled_max_lag_steps_before(
-    lag: int, has_process: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_batch_of_a_step_is_sampled_max_lag_steps_before(lag, has_process, monkeypatch):
     """After every second step the queue is that of a resumed run, or of a fork that drops it."""
     sampling = SimpleNamespace(max_lag=lag, engine_process=has_process)
     components: Any = SimpleNamespace(
@@ -68,7 +66,7 @@ def test_the_batch_of_a_step_is_sampled_max_lag_steps_before(
     for step in range(1, 11):
         if step == 7:
             components.ahead.clear()  # the fork samples from the weights that it has
-        batches = RolloutBatches(SimpleNamespace(sampling=sampling, steps=10), components)  # type: ignore[arg-type]
+        batches = RolloutBatches(SimpleNamespace(sampling=sampling, steps=10), components)
         batch = batches.take(step, StepTimer())
         sampled_in = max(7 if step >= 7 else 1, step - lag)
         assert (batch.step, batch.age, batch.version) == (step, step - sampled_in, 2 * (sampled_in - 1))
@@ -110,7 +108,7 @@ def plain_logprobs(
 
 
 @pytest.mark.parametrize("step", [1, 5])
-def test_a_batch_is_sampled_from_the_weights_of_max_lag_steps_before(ahead: Recording, step: int) -> None:
+def test_a_batch_is_sampled_from_the_weights_of_max_lag_steps_before(ahead, step):
     before = max(1, step - ahead.config.sampling.max_lag)
     reported = [
         value for group in groups(ahead)[step] for item in group for value in item.completion.logprobs
@@ -128,7 +126,7 @@ def test_a_batch_is_sampled_from_the_weights_of_max_lag_steps_before(ahead: Reco
     assert (line["sampler/lag"], line["sampler/lag_steps"]) == (2 * (step - before), step - before)
 
 
-def test_problems_and_seeds_are_those_of_a_run_without_lag(ahead: Recording, recorded: Recording) -> None:
+def test_problems_and_seeds_are_those_of_a_run_without_lag(ahead, recorded):
     for step, call in calls(ahead).items():
         (plain,) = recorded.steps[step].training
         assert (call.seed, call.prompts_P) == (plain.seed, plain.prompts_P)
@@ -137,7 +135,7 @@ def test_problems_and_seeds_are_those_of_a_run_without_lag(ahead: Recording, rec
     assert calls(ahead)[3].completions_PG != recorded.steps[3].training[0].completions_PG
 
 
-def test_the_engine_is_synced_after_its_batch_and_evaluates_the_new_weights(ahead: Recording) -> None:
+def test_the_engine_is_synced_after_its_batch_and_evaluates_the_new_weights(ahead):
     for step in STEPS:
         order = ahead.steps[step].order
         sync = order.index("sync")
@@ -174,9 +172,7 @@ class StreamingCopy(RecordingSampler):
 
 
 @pytest.mark.parametrize("rewards", [None, [{"weight": 1.0}, {"grader": "number", "weight": 0.5}]])
-def test_grades_while_sampling_give_the_same_run(
-    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch, rewards: list[dict[str, Any]] | None
-) -> None:
+def test_grades_while_sampling_give_the_same_run(tmp_path, small_model, monkeypatch, rewards):
     """With dynamic sampling: several batches per step. Each of several rewards grades each part."""
     monkeypatch.setattr(
         "tests.training.recording.hashed_grade",
@@ -204,9 +200,7 @@ def test_grades_while_sampling_give_the_same_run(
     assert batches >= 3
 
 
-def test_an_error_of_a_grader_that_grades_while_sampling_ends_the_run(
-    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_grader_that_grades_while_sampling_ends_the_run(tmp_path, small_model, monkeypatch):
     monkeypatch.setattr("tests.training.recording.RecordingSampler", StreamingCopy)
     StreamingCopy.waited = []
     recording = prepare_run(tmp_path / "a", small_model, {"grading": {"while_sampling": True, "batch": 4}})
@@ -258,23 +252,18 @@ def waiting(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, **opti
         sampler.updated.set()
         return norm
 
-    recording.components.optimizer.step = note  # type: ignore[method-assign]
+    recording.components.optimizer.step = note
     return recording
 
 
-def test_a_step_is_trained_while_the_next_batch_is_sampled(
-    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_trained_while_the_next_batch_is_sampled(tmp_path, small_model, monkeypatch):
     recording = execute(waiting(tmp_path, small_model, monkeypatch))
     sampler = recording.components.sampler
-    assert isinstance(sampler, WaitingSampler)
     assert sampler.waited == [True, True]
     assert list(recording.steps) == [1, 2, 3]
 
 
-def test_an_error_while_sampling_ahead_ends_the_run(
-    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_while_sampling_ahead_ends_the_run(tmp_path, small_model, monkeypatch):
     recording = waiting(tmp_path, small_model, monkeypatch, fail=RunError("the engine has gone"))
     with pytest.raises(RunError, match="the engine has gone"):
         execute(recording)
@@ -282,21 +271,18 @@ def test_an_error_while_sampling_ahead_ends_the_run(
     assert "rollouts" not in [item.name for item in threading.enumerate()]
 
 
-def test_an_error_of_an_update_closes_the_engine_that_samples_ahead(
-    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_an_update_closes_the_engine_that_samples_ahead(tmp_path, small_model, monkeypatch):
     recording = waiting(tmp_path, small_model, monkeypatch)
     cancelled: list[bool] = []
 
     def fail(*_: Any) -> float:
         raise RunError("no update")
 
-    recording.components.optimizer.step = fail  # type: ignore[method-assign]
+    recording.components.optimizer.step = fail
     monkeypatch.setattr(recording.components.grader, "cancel", lambda: cancelled.append(True))
     with pytest.raises(RunError, match="no update"):
         execute(recording)
     sampler = recording.components.sampler
-    assert isinstance(sampler, WaitingSampler)
     assert sampler.closed.is_set()
     assert cancelled == [True]
     assert "rollouts" not in [item.name for item in threading.enumerate()]
@@ -322,9 +308,7 @@ def uniform(ids: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(
-    tmp_path: Path, small_model: Path, stopped: Recording
-) -> None:
+def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(tmp_path, small_model, stopped):
     resumed = prepare_run(tmp_path / "resumed", small_model, AHEAD, EVERY_STEP, uniform=uniform)
     assert resumed.components.resume_from(stopped.folder.checkpoint_dir(2)).step == 2
     assert [batch.step for batch in resumed.components.ahead] == [3]
@@ -350,9 +334,7 @@ def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(
         lambda content: content.replace(b'"rollouts"', b'"rollout_"'),
     ],
 )
-def test_a_damaged_batch_is_one_line(
-    tmp_path: Path, small_model: Path, stopped: Recording, damage: Callable[[bytes], bytes]
-) -> None:
+def test_a_damaged_batch_is_one_line(tmp_path, small_model, stopped, damage):
     folder = shutil.copytree(stopped.folder.checkpoint_dir(1), tmp_path / "step-000001")
     path = folder / "trainer" / "ahead" / "rollouts.safetensors"
     content = damage(path.read_bytes())
@@ -363,7 +345,7 @@ def test_a_damaged_batch_is_one_line(
         fresh.components.resume_from(folder)
 
 
-def test_after_an_error_the_pool_of_tools_is_closed_while_the_thread_samples() -> None:
+def test_after_an_error_the_pool_of_tools_is_closed_while_the_thread_samples():
     """The thread's next call of the pool then raises, so that it ends and starts no worker."""
     closed, events = threading.Event(), []
     components = SimpleNamespace(
@@ -373,7 +355,7 @@ def test_after_an_error_the_pool_of_tools_is_closed_while_the_thread_samples() -
         conversations=SimpleNamespace(pool=SimpleNamespace(close=closed.set)),
     )
     config = SimpleNamespace(sampling=SimpleNamespace(max_lag=1, engine_process=True))
-    batches = RolloutBatches(config, components)  # type: ignore[arg-type]
+    batches = RolloutBatches(config, components)
     batches._call = BackgroundCall("rollouts", closed.wait, daemon=True)
     batches._call.start()
     batches.__exit__()

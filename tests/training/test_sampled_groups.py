@@ -82,12 +82,7 @@ def completions(draw: st.DrawFn) -> list[list[Completion]]:
 
 
 @given(completions(), st.data())
-def test_batches_are_read_as_they_were_written(
-    tmp_path_factory: pytest.TempPathFactory,
-    policy: Policy,
-    drawn: list[list[Completion]],
-    data: st.DataObject,
-) -> None:
+def test_batches_are_read_as_they_were_written(tmp_path_factory, policy, drawn, data):
     count = 2 * len(drawn)
     rewards = data.draw(st.lists(st.sampled_from([-1.0, 0.1, 1 / 3]), min_size=count, max_size=count))
     grades = [
@@ -114,7 +109,7 @@ def test_batches_are_read_as_they_were_written(
     ), "also the sign of 0"
 
 
-def test_log_probs_of_engines_take_four_bytes(policy: Policy, tmp_path: Path) -> None:
+def test_log_probs_of_engines_take_four_bytes(policy, tmp_path):
     """Engines report float32. A batch of 2 × 500 tokens takes about what its estimate says."""
     value = struct.unpack("f", struct.pack("f", -1 / 3))[0]
     group = [Completion((3,) * 500, (value,) * 500, "length", VERSION)] * 2
@@ -131,16 +126,14 @@ def one_batch(policy: Policy, step: int) -> SampledGroups:
     return replace(batch_of(policy, [group], [Grade(1.0, True, "correct")] * 2, 0, wanted=1), step=step)
 
 
-def test_a_thread_writes_the_batch_of_its_step(
-    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_writes_the_batch_of_its_step(policy, tmp_path, monkeypatch):
     """Training has taken the batch and sampled another one before the thread gets to it."""
     taken, run = threading.Event(), RunFolder.create(tmp_path, "a")
     monkeypatch.setattr(RunFolder, "sync_metrics", lambda _: taken.wait(60))  # the first that the thread does
     trained = fresh(policy, torch.float32)
     update(trained, 1)
     state = State(*trained, deque([one_batch(policy, 5)]))
-    with CheckpointWriter(resolve([{"checkpoint": {"every": 1}}]), state, run) as writer:  # type: ignore[arg-type]
+    with CheckpointWriter(resolve([{"checkpoint": {"every": 1}}]), state, run) as writer:
         writer.prepare(4)
         run.append_metrics({"step": 4})
         writer.commit()
@@ -161,7 +154,7 @@ def group(name: str, *rewards: float) -> Group:
     )
 
 
-def test_60_of_256_groups_give_each_of_4_updates_15() -> None:
+def test_60_of_256_groups_give_each_of_4_updates_15():
     """Three batches of 256 groups, of which every 13th has rewards that differ."""
     sampled = [group(f"{index}", 0.0, float(index % 13 == 0)) for index in range(3 * 256)]
     kept = {str(index) for index in range(0, 3 * 256, 13)}
@@ -187,7 +180,7 @@ def test_60_of_256_groups_give_each_of_4_updates_15() -> None:
         ("ABwx", 1, "ABwx"),
     ],
 )
-def test_the_order_of_groups_over_updates(sampled: str, updates: int, expected: str) -> None:
+def test_the_order_of_groups_over_updates(sampled, updates, expected):
     """Capital letters are groups whose rewards differ."""
     groups = [group(name, 0.0, float(name.isupper())) for name in sampled]
     selected = select_groups(groups, len(groups), updates)

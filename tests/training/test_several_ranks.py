@@ -125,9 +125,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> dict[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-def test_several_ranks_train_as_one(
-    on_two: dict[str, Trained], tmp_path: Path, small_model: Path, name: str
-) -> None:
+def test_several_ranks_train_as_one(on_two, tmp_path, small_model, name):
     lines, completions, weights = trained(SINGLE, tmp_path, small_model, name)
     others, same_completions, other_weights = on_two[name]
     assert max(line.get("optim/grad_norm", 0.0) for line in lines) > 0.01
@@ -175,7 +173,7 @@ def sharded_gradient(ranks: Ranks, dtype: torch.dtype) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_sharded_model_has_the_gradient_and_samples_of_the_model(tmp_path: Path) -> None:
+def test_a_sharded_model_has_the_gradient_and_samples_of_the_model(tmp_path):
     of_ranks = run_ranks(2, tmp_path, sharded_gradients)
     for place, dtype in enumerate(DTYPES):
         model = random_model().to(dtype)
@@ -229,7 +227,7 @@ def sharded_adapters(ranks: Ranks, settings: ModelConfig, saved: Path) -> dict[s
 
 
 @pytest.mark.slow
-def test_sharded_adapters_train_and_merge_as_those_of_one_rank(tmp_path: Path, small_model: Path) -> None:
+def test_sharded_adapters_train_and_merge_as_those_of_one_rank(tmp_path, small_model):
     layer = {"path": str(small_model), "device": "cpu", "dtype": "float32", "lora": {"rank": 4}}
     settings = ModelConfig.model_validate(layer)
     model = load_policy(settings, seed=3).model
@@ -285,7 +283,7 @@ def graded_with(ranks: Ranks, failing: set[int]) -> str:
 
 
 @pytest.mark.slow
-def test_a_grader_has_failed_when_it_failed_on_all_ranks(tmp_path: Path) -> None:
+def test_a_grader_has_failed_when_it_failed_on_all_ranks(tmp_path):
     for one_failed, both_failed in run_ranks(2, tmp_path, graded):
         assert one_failed == "graded"
         assert "all 3 answers" in both_failed

@@ -1,7 +1,6 @@
 """Values per token and clip metrics, compared with forward passes and formulas by hand."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ def split(values: TokenValues, name: str) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-def test_recorded_values_equal_those_of_plain_forward_passes(tmp_path: Path, small_model: Path) -> None:
+def test_recorded_values_equal_those_of_plain_forward_passes(tmp_path, small_model):
     """Step 2: two updates of two groups each. Log-probs by the plain model, with the weights of that moment."""
     fast = {"lr": 1e-2, "warmup_steps": 0, "schedule": "constant"}
     recorded = run(
@@ -85,14 +84,23 @@ def plain_logprobs(
     return chosen.numpy(), torch.distributions.Categorical(logits=logits).entropy().numpy()
 
 
-def test_values_follow_the_order_of_the_samples_and_dropped_groups_have_none() -> None:
-    """Update 1 trains on the groups 2 and 0, update 2 on 3 and 1; a fifth group is dropped."""
+def test_values_follow_the_order_of_the_samples_and_dropped_groups_have_none():
+    """Update 1 trains on the groups 2 and 0, update 2 on 3 and 1; a fifth group is dropped.
+
+    Tokens that are inserted before the first and the last token of its completions are shown there.
+    """
     policy = policy_of()
     tokenizer = word_tokenizer([f"w{number}" for number in range(23)])
     a, b, c, d = graded_groups(policy)
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]]).repeat(2, 1)
     experiences = [experience_of(policy, pair, advantages, band_loss()) for pair in ([c, a], [d, b])]
-    dropped = replace(a)
+    places = [len(rollout.completion.token_ids) - 1 for rollout in a.rollouts_G]
+    assert min(places) > 0
+    conversations = [
+        replace(rollout, completion=replace(rollout.completion, inserted=((0, (3, 4)), (place, (5,)))))
+        for rollout, place in zip(a.rollouts_G, places, strict=True)
+    ]
+    dropped = replace(a, rollouts_G=tuple(conversations))
     updates = update_policy(policy, Optimizer(policy.model, CONFIG.optim, 2), experiences, CONFIG)
     values = token_values([a, b, dropped, c, d], updates, tokenizer)
     ratios = split(values, "ratio")
@@ -106,9 +114,15 @@ def test_values_follow_the_order_of_the_samples_and_dropped_groups_have_none() -
         logprobs = dropped.rollouts_G[completion].completion.logprobs
         assert split(values, "old_logprob")[8 + completion].tolist() == list(logprobs)
     assert np.isnan(values.advantage).tolist() == [False] * 8 + [True] * 4 + [False] * 8
+    texts = [[values.texts[index] for index in indices] for indices in split(values, "text_index")]
+    completions = [rollout.completion for group in (a, b, dropped, c, d) for rollout in group.rollouts_G]
+    expected = [[f" w{token}" for token in completion.token_ids] for completion in completions]
+    for place, words in zip(places, expected[8:12], strict=True):
+        words[0], words[place] = f"⟦w3 w4⟧{words[0]}", f"⟦w5⟧{words[place]}"
+    assert texts == expected
 
 
-def test_the_first_every_nth_and_the_last_step_are_recorded() -> None:
+def test_the_first_every_nth_and_the_last_step_are_recorded():
     for every, expected in ((3, [1, 3, 6, 8]), (0, []), (1, [*range(1, 9)])):
         config = resolve([{"steps": 8, "tracking": {"tokens_every": every}}])
         assert [step for step in range(1, 9) if is_recorded(config, step, config.steps)] == expected
@@ -121,7 +135,7 @@ def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def test_joined_token_texts_are_the_text_of_the_completion(tmp_path: Path) -> None:
+def test_joined_token_texts_are_the_text_of_the_completion(tmp_path):
     assert token_texts(word_tokenizer(["a", "bc"]), [1, 0]) == [" bc", " a"]
     backend = Tokenizer(BPE())
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
@@ -144,7 +158,7 @@ def metrics_of(*tokens: tuple[float, float, float]) -> dict[str, float]:
     return clip_metrics(clip_state(ratios, lower, upper, advantages), probabilities.log())
 
 
-def test_the_denominator_of_a_bins_share_is_its_tokens() -> None:
+def test_the_denominator_of_a_bins_share_is_its_tokens():
     """Four rare tokens, one of them clipped above; two likely ones, one of them clipped below."""
     metrics = metrics_of(
         (0.005, 2.0, 1.0), (0.005, 2.0, -1.0), (0.005, 1.0, 1.0), (0.005, 0.5, 1.0),
@@ -160,12 +174,12 @@ def test_the_denominator_of_a_bins_share_is_its_tokens() -> None:
     assert metrics["clip/outside_fraction"] == pytest.approx(4 / 6)
 
 
-def test_a_ratio_on_a_bound_is_inside() -> None:
+def test_a_ratio_on_a_bound_is_inside():
     metrics = metrics_of((0.3, 0.75, -1.0), (0.3, 1.25, 1.0))
     assert {metrics[f"clip/{name}_fraction"] for name in ("active", "upper", "lower", "outside")} == {0.0}
 
 
-def test_a_bin_holds_its_upper_edge() -> None:
+def test_a_bin_holds_its_upper_edge():
     """exp(log 0.5) is 0.5 exactly, the upper edge of the bin from 0.1."""
     metrics = metrics_of((0.5, 1.0, 1.0), (0.5 + 1e-9, 1.0, 1.0))
     assert (metrics["clip/token_share/p_0.1_0.5"], metrics["clip/token_share/p_0.5_0.9"]) == (0.5, 0.5)

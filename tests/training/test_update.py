@@ -29,7 +29,7 @@ from tests.training.small_updates import (
 
 
 @pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "seq-sum-norm"])
-def test_accumulated_micro_batches_give_the_gradient_of_one_pass(aggregation: str) -> None:
+def test_accumulated_micro_batches_give_the_gradient_of_one_pass(aggregation):
     """The gradients of one row at a time add up to the gradient of all rows at once."""
     gradients = []
     for micro in (10_000, 1):
@@ -39,7 +39,7 @@ def test_accumulated_micro_batches_give_the_gradient_of_one_pass(aggregation: st
         )
         optimizer = Optimizer(policy.model, config.optim, total_updates=1)
         metrics = update_policy(policy, optimizer, experiences_of(policy, 1, config=config), config)
-        gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])  # type: ignore[union-attr]
+        gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
         gradients.append((update_metrics(metrics), gradient))
     (one_pass_metrics, one_pass), (split_metrics, split) = gradients
     assert one_pass.abs().max() > 1e-3
@@ -47,7 +47,7 @@ def test_accumulated_micro_batches_give_the_gradient_of_one_pass(aggregation: st
     assert split_metrics == pytest.approx(one_pass_metrics, rel=1e-4, abs=1e-6)
 
 
-def test_a_batch_without_reward_spread_changes_nothing() -> None:
+def test_a_batch_without_reward_spread_changes_nothing():
     policy = policy_of()
     groups = graded_groups(policy)
     flat = group_advantages(torch.ones(4, 4))
@@ -61,7 +61,7 @@ def test_a_batch_without_reward_spread_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("method", "rule"), [("clip", "token-mask"), ("gmpo", "sequence-mask-any")])
-def test_an_update_without_any_kept_token_has_no_gradient(method: str, rule: str) -> None:
+def test_an_update_without_any_kept_token_has_no_gradient(method, rule):
     """Every token's weight is e, beyond the cap."""
     config = config_of(objective={"importance": rule, "importance_cap": 2.0}, bounds={"method": method})
     policy = policy_of()
@@ -101,7 +101,7 @@ def with_completions(groups: list[Group], *token_ids: tuple[int, ...]) -> list[G
     ("aggregation", "token_ids"),
     [("seq-mean-token-mean", ((2,), (2,))), ("seq-sum-norm", ((2,), (2,), (2,), (5, 6, 7, 8, 9, 2)))],
 )
-def test_updates_of_the_shortest_batches(aggregation: str, token_ids: tuple[tuple[int, ...], ...]) -> None:
+def test_updates_of_the_shortest_batches(aggregation, token_ids):
     """Groups of two and completions of only the end token: finite metrics, and the better one becomes likelier."""
     policy = policy_of()
     groups = with_completions(graded_groups(policy)[:1], *token_ids)
@@ -131,7 +131,7 @@ def ending(groups: list[Group], *reasons: str) -> list[Group]:
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_masked_completions_have_no_loss_and_do_not_count_in_its_normalisation(aggregation: str) -> None:
+def test_masked_completions_have_no_loss_and_do_not_count_in_its_normalisation(aggregation):
     """The update is that of the other completions alone; penalty and bonus, which need no advantage, too."""
     objective = {"aggregation": aggregation, "reference_kl": 0.5, "entropy_bonus": 0.1}
     objective |= {"mask_truncated": True}
@@ -151,14 +151,14 @@ def test_masked_completions_have_no_loss_and_do_not_count_in_its_normalisation(a
     assert not truncated.loss_weights(aggregation, 6).any()
 
 
-def test_a_completion_without_tokens_is_refused() -> None:
+def test_a_completion_without_tokens_is_refused():
     policy = policy_of()
     groups = with_completions(graded_groups(policy), (2,), ())
     with pytest.raises(RunError, match="a completion without a token"):
         experience_of(policy, groups, torch.zeros(4, 2), band_loss(), CONFIG)
 
 
-def test_learning_rate_warms_up_then_follows_its_schedule() -> None:
+def test_learning_rate_warms_up_then_follows_its_schedule():
     linear = OptimConfig(warmup_steps=4, schedule="linear")
     assert [lr_factor(update, 12, linear) for update in range(4)] == [0.25, 0.5, 0.75, 1.0]
     assert lr_factor(8, 12, linear) == pytest.approx(0.5)

@@ -68,7 +68,7 @@ def test_an_engine_process_runs_the_weights_of_the_last_sync():
     policy = load_policy(config.model)
     with forked_engines():
         engine = EngineProcess(config, policy)
-    running = Running(policy, engine)  # type: ignore[arg-type]
+    running = Running(policy, engine)
     try:
         assert engine.describe()["engine"] == "vllm"
         before = engine.sample(PROMPTS, PARAMS, seed=1)

@@ -29,7 +29,7 @@ def test_syncs_and_decoding_steps_of_one_engine_are_measured(tmp_path):
 
 def test_bandpo_trains_the_blocks_of_the_race(tmp_path):
     lane = RecordingLane()
-    run_bandpo(RaceWork("cpu", True, tmp_path), "0.5b", lane, blocks=2)  # type: ignore[arg-type]
+    run_bandpo(RaceWork("cpu", True, tmp_path), "0.5b", lane, blocks=2)
     assert lane.waits == [None, "ready"]
     assert len(lane.phases) == 2 * STEPS
     assert all(phases.keys() == set(PHASES["bandpo"]) for phases in lane.phases)

@@ -76,7 +76,7 @@ def test_a_resumed_run_continues_its_metrics(resumed):
 def test_an_evaluation_agrees_with_one_of_the_transformers_engine(resumed, tmp_path):
     """Within the confidence interval: the engines sample other completions."""
     options = {"n": 8, "limit": 24, "sampler": "transformers", "settings": [{"tracking": {"mlflow": False}}]}
-    result = evaluate("embedded", runs_dir=tmp_path, **options)  # type: ignore[arg-type]
+    result = evaluate("embedded", runs_dir=tmp_path, **options)
     expected = result.scores["countdown"].metrics["mean_at_8"]
     assert expected.low < resumed.read_metrics()[0]["eval/countdown/mean_at_8"] < expected.high
 
@@ -91,7 +91,7 @@ def trained(ranks: Ranks, folder: Path) -> dict[str, Any]:
         lines = [without_clock(report.record) for report in islice(reports, STEPS)]
         reports.close()
         weights = {name: weight.clone() for name, weight in checkpoint_weights(components.policy.model)}
-        gap = components.sampler.check.gap  # type: ignore[attr-defined]
+        gap = components.sampler.check.gap
     finally:
         components.close()
     ranks.wait()  # after the engines have ended, the ranks are still connected
