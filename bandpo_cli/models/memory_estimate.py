@@ -20,7 +20,7 @@ from bandpo_cli.models.load import meta_model, read_config, resolved_dtype, uses
 from bandpo_cli.models.logprobs import TILE_BYTES
 from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.model_files import base_config, loading_errors
-from bandpo_cli.models.weights import blocked_bytes, checkpointed_layers
+from bandpo_cli.models.weights import checkpointed_layers
 from bandpo_cli.registries import ENGINES
 
 GIB = 2**30
@@ -291,9 +291,12 @@ class _Run:
         # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
         distributions = self.sequences * self.text.vocab_size * (4 + 4 + 8 + 8)
         cache = f"at most: key-value cache of {self.sequences:,} × {self.longest:,} tokens"
-        name = f"at most: next-token distributions of {self.sequences:,} sequences"
-        held = {cache: self.sequences * self.cache, name: distributions}
-        return held if self.on_gpu else held | {"at most: copied weights": blocked_bytes(self.model)}
+        name, copies = (
+            f"at most: next-token distributions of {self.sequences:,} sequences",
+            "at most: copied weights",
+        )
+        copied = self.weights * (self.itemsize == _FLOAT32 and not self.on_gpu)
+        return {cache: self.sequences * self.cache, name: distributions, copies: copied}
 
     def vllm_bytes(self, device: Device, already_taken: int) -> tuple[int, int, float | None, bool]:
         """Return the bytes of the vLLM engine on its device, the fewest to sample with, and its share of the GPU.

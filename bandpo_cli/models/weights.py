@@ -120,7 +120,8 @@ def layers_for_sampling(model: PreTrainedModel) -> Iterator[None]:
     from 16 to 32 is a multiple of 1/8 in bfloat16, and the log-probs of sampler and trainer would differ by as much.
 
     On an x86 CPU, float32 layers multiply by copies of their weights in oneDNN's blocked layout. A product of few rows,
-    one per completion, is bound by bringing the weights into such a layout, which MKL does in every call.
+    one per completion, is bound by bringing the weights into such a layout, which MKL does in every call. Compiled
+    layers are left as they are: each copy would compile them again.
     """
     forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
     head, on_cpu = model.get_output_embeddings(), model.device.type == "cpu"
@@ -128,11 +129,17 @@ def layers_for_sampling(model: PreTrainedModel) -> Iterator[None]:
         # On a CPU torch has no product of low-precision factors with a float32 result.
         weight = head.weight.detach().float() if on_cpu else head.weight.detach()
         forwards[head] = partial(_float32_product, weight, head.bias)
-    if on_cpu and _has_room_for_blocked(model):
-        for module in model.modules():
-            if type(module) is nn.Linear and _is_blocked(module.weight):
-                blocked = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach())
-                forwards[module] = partial(_blocked_product, blocked, module.bias)
+    has_layout = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    if on_cpu and has_layout and not is_compiled:
+        plain = [module for module in model.modules() if type(module) is nn.Linear]
+        layers = {layer: layer.weight.detach() for layer in plain if layer.weight.dtype == torch.float32}
+        layers = {layer: weight for layer, weight in layers.items() if weight.numel() >= MIN_BLOCKED}
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if sum(weight.nbytes for weight in layers.values()) <= MAX_BLOCKED_SHARE * memory:
+            for layer, weight in layers.items():
+                blocked = torch.ops.mkldnn._reorder_linear_weight(weight)
+                forwards[layer] = partial(_blocked_product, blocked, layer.bias)
     for module, forward in forwards.items():
         module.forward = forward
     try:
@@ -140,27 +147,6 @@ def layers_for_sampling(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in forwards:
             del module.forward
-
-
-def blocked_bytes(model: nn.Module) -> int:
-    """Return the bytes of the copies of weights with which a model samples on a CPU."""
-    return sum(weight.nbytes for weight in model.parameters() if _is_blocked(weight))
-
-
-def _is_blocked(weight: Tensor) -> bool:
-    return weight.dtype == torch.float32 and weight.numel() >= MIN_BLOCKED
-
-
-def _has_room_for_blocked(model: nn.Module) -> bool:
-    """Return whether this machine has oneDNN's layout of weights and the memory for it; the same in every step.
-
-    Compiled layers are left as they are: each copy would compile them again.
-    """
-    has_layout = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if not has_layout or any(module._compiled_call_impl is not None for module in model.modules()):
-        return False
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return blocked_bytes(model) <= MAX_BLOCKED_SHARE * memory
 
 
 def _blocked_product(blocked: Tensor, bias: Tensor | None, hidden: Tensor) -> Tensor:
