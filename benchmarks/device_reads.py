@@ -1,6 +1,7 @@
 """A count of the operations for which the host would wait for a GPU, on a machine without one."""
 
 from collections import Counter
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,15 +17,7 @@ class DeviceReads(TorchFunctionMode):
     what is computed from such tensors alone. A tensor that is created on the device of another one is on either side.
     """
 
-    READS = (
-        Tensor.item,
-        Tensor.tolist,
-        Tensor.cpu,
-        Tensor.numpy,
-        Tensor.__bool__,
-        Tensor.__int__,
-        Tensor.__float__,
-    )
+    READS = attrgetter("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__")(Tensor)
     SHAPES = (Tensor.nonzero, torch.nonzero, torch.bincount, torch.unique, torch.masked_select)
 
     def __init__(self) -> None:
@@ -37,16 +30,16 @@ class DeviceReads(TorchFunctionMode):
         sides = {getattr(item, "on_host", False) for item in inputs}
         waits = func in (*self.READS, *self.SHAPES)
         if func in (Tensor.__getitem__, Tensor.__setitem__):
-            indices = [item for item in tree_leaves(args[1]) if isinstance(item, Tensor)]
-            waits = any(item.dtype == torch.bool for item in indices)
+            waits = any(
+                isinstance(item, Tensor) and item.dtype == torch.bool for item in tree_leaves(args[1])
+            )
         if func in (Tensor.repeat_interleave, torch.repeat_interleave):
             waits = len(inputs) > 1 and "output_size" not in kwargs
         self.reads[self.phase] += waits and False in sides
         result = func(*args, **kwargs)
         moved = func is Tensor.to and any(isinstance(item, torch.device) for item in args)
-        on_host = (
-            False if moved or False in sides else True in sides or (None if "device" in kwargs else True)
-        )
+        created = None if "device" in kwargs else True  # of no tensor
+        on_host = False if moved or False in sides else True in sides or created
         for item in tree_leaves(result):
             if isinstance(item, Tensor):
                 item.on_host = on_host  # type: ignore[attr-defined]

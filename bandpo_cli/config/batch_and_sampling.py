@@ -88,7 +88,7 @@ class SamplingConfig(Section):
     trainer's process samples the same batches before the updates. Without a lag there is no engine process."""
     weight_transfer: Literal["host", "cuda-ipc"] = "host"
     """Path of the weights to the engine process: memory of the host, or a buffer on the trainer's GPU that both
-    processes map. `cuda-ipc` needs a GPU that both can see; no GPU has run it yet."""
+    processes map. `cuda-ipc` needs a GPU that both can see."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0

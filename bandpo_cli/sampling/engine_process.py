@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.config.batch_and_sampling import engine_cards, resolve_engine
 from bandpo_cli.config.run import ModelConfig, RunConfig
-from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.paths import is_adapter_folder, user_path
@@ -166,8 +166,6 @@ class EngineProcess(Sampler):
         threads = self._trainer_threads if on_gpu else max(1, self._trainer_threads // 2)
         largest = max(weight.numel() for weight in policy.model.parameters()) * policy.dtype.itemsize
         gpu = policy.device if config.sampling.weight_transfer == "cuda-ipc" else None
-        if gpu is not None and not on_gpu:
-            raise UserError("sampling.weight_transfer = 'cuda-ipc' needs a GPU; leave it at 'host' on a CPU")
         cards = _visible_cards(policy, sees_trainer=gpu is not None)
         self._child, self._pipe, self._output = start_engine(engine_environment(os.environ, cards))
         model: ModelConfig | EngineModel = _model_settings(config.model, policy)

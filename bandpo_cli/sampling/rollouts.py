@@ -103,7 +103,7 @@ def check_engine_settings(config: RunConfig) -> PreTrainedConfig:
 
     Raises:
         UserError: the model is a mixture of experts, which the engine does not run, its config cannot be read, or the
-            engine does not sample at a temperature.
+            engine does not sample at a temperature, or a setting has no effect on the dtype or device of the model.
     """
     on_gpu = is_gpu(config.model.device)
     engine = resolve_engine(config.sampling.engine, on_gpu)
@@ -119,6 +119,10 @@ def check_engine_settings(config: RunConfig) -> PreTrainedConfig:
             "sampling.vllm.float32_head = True: the model is in float32, and so are its logits; leave it out, or set "
             "model.dtype=bfloat16"
         )
+    has_process = config.sampling.max_lag and config.sampling.engine_process
+    if config.sampling.weight_transfer == "cuda-ipc" and not (on_gpu and has_process):
+        problem = "needs a GPU and an engine process (sampling.max_lag above 0)"
+        raise UserError(f"sampling.weight_transfer = 'cuda-ipc' {problem}; leave it out")
     model = read_config(base_config(config.model)[0])
     text = model.get_text_config()
     # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.

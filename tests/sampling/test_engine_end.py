@@ -29,6 +29,7 @@ from bandpo_cli.processes.watch import ChildProcess
 from bandpo_cli.sampling import engine_process, engine_server
 from bandpo_cli.sampling.engine_process import EngineProcess, engine_environment, start_engine
 from bandpo_cli.sampling.engine_server import Answer
+from bandpo_cli.sampling.rollouts import check_engine_settings
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
 from tests.processes.checks import check_ended, wait_for
 
@@ -104,10 +105,10 @@ kind = pipe.recv_bytes()
 """
 
 
-def test_weights_through_a_gpu_need_one(policy):
+def test_weights_through_a_gpu_need_one():
     sections = {"engine": "transformers", "max_lag": 1, "weight_transfer": "cuda-ipc"}
     with pytest.raises(UserError, match="weight_transfer = 'cuda-ipc' needs a GPU"):
-        EngineProcess(RunConfig.model_validate({"sampling": sections}), policy)
+        check_engine_settings(RunConfig.model_validate({"sampling": sections}))
     names = [*inspect.signature(rebuild_cuda_tensor).parameters]
     assert names[engine_server._HANDLE_DEVICE] == "storage_device"
 
