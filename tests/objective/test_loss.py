@@ -16,6 +16,7 @@ from bandpo_cli.methods.loss import IntervalLoss, LossBatch
 from bandpo_cli.methods.ratio_intervals import ClipSettings
 from bandpo_cli.objective.policy_objective import (
     AGGREGATIONS,
+    entropy_threshold,
     k3,
     next_entropy_bonus,
     off_policy_tokens,
@@ -209,6 +210,14 @@ def test_the_coefficient_of_the_bonus_follows_the_entropy():
         (0, 0),
         (0.25, 0.25),
     ]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 0.97])
+def test_the_tokens_of_the_highest_entropy_are_those_above_the_quantile(share):
+    """The quantile by torch interpolates between two tokens."""
+    entropy = torch.rand(73, generator=torch.Generator().manual_seed(0))
+    expected = entropy >= torch.quantile(entropy, 1 - share)
+    assert torch.equal(entropy >= entropy_threshold(entropy, share), expected)
 
 
 def test_aggregation_weights():
