@@ -291,12 +291,9 @@ class _Run:
         # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
         distributions = self.sequences * self.text.vocab_size * (4 + 4 + 8 + 8)
         cache = f"at most: key-value cache of {self.sequences:,} × {self.longest:,} tokens"
-        name, copies = (
-            f"at most: next-token distributions of {self.sequences:,} sequences",
-            "at most: copied weights",
-        )
-        copied = self.weights * (self.itemsize == _FLOAT32 and not self.on_gpu)
-        return {cache: self.sequences * self.cache, name: distributions, copies: copied}
+        name = f"at most: next-token distributions of {self.sequences:,} sequences"
+        copied = self.weights if self.itemsize == _FLOAT32 and not self.on_gpu else 0
+        return {cache: self.sequences * self.cache, name: distributions, "at most: copied weights": copied}
 
     def vllm_bytes(self, device: Device, already_taken: int) -> tuple[int, int, float | None, bool]:
         """Return the bytes of the vLLM engine on its device, the fewest to sample with, and its share of the GPU.
