@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 FILE_BYTES = 2**30
 """Bytes of a rank's shards per file. The writer holds a copy of one file in host memory."""
-MIN_BLOCKED = 2**18
+MIN_BLOCKED = 2**16
 """Smallest number of elements of a weight whose product gains from the blocked layout."""
 MAX_BLOCKED_SHARE = 0.25
 """Largest share of the machine's memory that the copies take."""
