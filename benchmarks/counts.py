@@ -92,13 +92,13 @@ def count_run(settings: dict[str, Any]) -> Counter[str]:
 
 def count_syncs(way: str, model: dict[str, Any]) -> Counter[str]:
     """Return the counts of `SYNCS` syncs, after the first one."""
-    vllm, in_process = {"kv_cache_gb": 0.5, "eager": True}, "process" in way
-    engine = {"engine": "vllm" if "vllm" in way else "transformers", "max_lag": int(in_process), "vllm": vllm}
+    vllm, has_process = {"kv_cache_gb": 0.5, "eager": True}, "process" in way
+    engine = {"engine": "vllm" if "vllm" in way else "transformers", "max_lag": int(has_process), "vllm": vllm}
     config = resolve([{"model": {"device": "cpu"} | model, "sampling": engine}])
     policy, counts, reads = load_policy(config.model), Counter[str](), DeviceReads()
     own = {parameter.data_ptr() for parameter in policy.model.parameters()}
-    start = engine_process.EngineProcess if in_process else vllm_sampler.VllmSampler
-    sampler: Any = start(config if in_process else config.sampling, policy)  # type: ignore[arg-type]
+    start = engine_process.EngineProcess if has_process else vllm_sampler.VllmSampler
+    sampler: Any = start(config if has_process else config.sampling, policy)  # type: ignore[arg-type]
     weights, fingerprint, sample = vllm_sampler.checkpoint_weights, vllm_worker.fingerprint, sampler.sample
 
     def counted_weights(*arguments: Any) -> Any:
