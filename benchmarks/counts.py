@@ -93,7 +93,11 @@ def count_run(settings: dict[str, Any]) -> Counter[str]:
 def count_syncs(way: str, model: dict[str, Any]) -> Counter[str]:
     """Return the counts of `SYNCS` syncs, after the first one."""
     vllm, has_process = {"kv_cache_gb": 0.5, "eager": True}, "process" in way
-    engine = {"engine": "vllm" if "vllm" in way else "transformers", "max_lag": int(has_process), "vllm": vllm}
+    engine = {
+        "engine": "vllm" if "vllm" in way else "transformers",
+        "max_lag": int(has_process),
+        "vllm": vllm,
+    }
     config = resolve([{"model": {"device": "cpu"} | model, "sampling": engine}])
     policy, counts, reads = load_policy(config.model), Counter[str](), DeviceReads()
     own = {parameter.data_ptr() for parameter in policy.model.parameters()}

@@ -20,7 +20,7 @@ from bandpo_cli.models.load import meta_model, read_config, resolved_dtype, uses
 from bandpo_cli.models.logprobs import TILE_BYTES
 from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.model_files import base_config, loading_errors
-from bandpo_cli.models.weights import checkpointed_layers
+from bandpo_cli.models.weights import MIN_BLOCKED, checkpointed_layers
 from bandpo_cli.registries import ENGINES
 
 GIB = 2**30
@@ -204,9 +204,8 @@ def _estimate(run: "_Run", device: Device, engine_device: Device | None) -> Memo
         if sleeps:
             update["vLLM while it sleeps"] = reduction["vLLM while it sleeps"] = SLEEPING_ENGINE_BYTES
         beside = _peak(always, sampling) if sleeps else _peak(always, sampling, update, reduction)
-        vllm, minimum, fraction, is_limited = run.vllm_bytes(
-            engine_device or device, 0 if engine_device else beside
-        )
+        place, taken = (engine_device, 0) if engine_device else (device, beside)
+        vllm, minimum, fraction, is_limited = run.vllm_bytes(place, taken)
         is_limited = is_limited and not sleeps
         share = {"vLLM: weights and cache": vllm}
         sampling, process = (sampling | share, process) if sleeps else (sampling, share)
@@ -292,7 +291,8 @@ class _Run:
         distributions = self.sequences * self.text.vocab_size * (4 + 4 + 8 + 8)
         cache = f"at most: key-value cache of {self.sequences:,} × {self.longest:,} tokens"
         name = f"at most: next-token distributions of {self.sequences:,} sequences"
-        copied = self.weights if self.itemsize == _FLOAT32 and not self.on_gpu else 0
+        layers = () if self.on_gpu or self.itemsize < _FLOAT32 else self.model.parameters()
+        copied = sum(weight.nbytes for weight in layers if weight.numel() >= MIN_BLOCKED)
         return {cache: self.sequences * self.cache, name: distributions, "at most: copied weights": copied}
 
     def vllm_bytes(self, device: Device, already_taken: int) -> tuple[int, int, float | None, bool]:

@@ -275,6 +275,7 @@ def test_an_evaluation_is_estimated_by_its_completions(problems, sequences):
     assert len(task.heldout_sets()["countdown"]) > 16
     estimate = memory_of_task(config, task, training=False)[1]
     assert f"at most: next-token distributions of {sequences} sequences" in estimate.sampling
+    assert estimate.sampling["at most: copied weights"] == 0, "its layers are small"
 
 
 @pytest.mark.slow
