@@ -22,8 +22,12 @@ def process_status(pid: int) -> list[str]:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process has ended; a zombie waits for its parent to take notice of its end."""
-    return process_status(pid)[:1] in ([], ["Z"], ["X"])
+    """Return whether a process has ended; a zombie waits for its parent to take notice of its end.
+
+    While another of its threads is ending, a zombie still holds its files: pipes to it are not at their end.
+    """
+    status = process_status(pid)
+    return not status or (status[0] in "ZX" and int(status[17]) <= 1)
 
 
 def check_ended(pids: Iterable[int], seconds: float = 60.0) -> None:
