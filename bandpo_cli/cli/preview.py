@@ -134,7 +134,8 @@ def print_memory(console: Console, config: RunConfig, estimate: MemoryEstimate) 
     }
     for phase, components in phases.items():
         for name, size in components.items():
-            table.add_row(name, f"{size / GIB:,.2f}", phase)
+            if size:
+                table.add_row(name, f"{size / GIB:,.2f}", phase)
     console.print(table, highlight=False)
     fits = "fits" if estimate.fits else f"too much; {saving_advice(config, estimate)}"
     heading = "" if estimate.fits else "warning:"

@@ -28,6 +28,7 @@ Plain = Callable[[str], str]
 
 CLOCK_KEYS = {
     **{f"{prefix}*": "depends on the machine and its load" for prefix in CLOCK_PREFIXES},
+    "seconds": "of a run, in a report",
     "seconds_per_step*": "seconds, in the leaderboard of a report",
 }
 """Keys that are ignored in every file, at any depth, with the reason."""
