@@ -13,7 +13,7 @@ import sys
 import warnings
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,6 +73,8 @@ class Diagnosis:
 
 def diagnose() -> Diagnosis:
     """Return the state of this installation. Raises UserError if the package has no metadata: it was not installed."""
+    from importlib import metadata  # not at module level, since `bandpo --help` imports this module
+
     from packaging.requirements import Requirement
 
     from bandpo_cli.storage.run_record import available_memory, describe_environment
@@ -115,6 +117,8 @@ def _applies(requirement: Requirement, extra: str = "") -> bool:
 
 
 def _version(name: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -131,6 +135,8 @@ def _check_versions(packages: list[Package]) -> dict[str, SpecifierSet]:
 
     A package can need a smaller part of the range of another one: vLLM 0.32 needs transformers before 5.20.
     """
+    from importlib import metadata
+
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
     from packaging.utils import canonicalize_name
