@@ -94,6 +94,9 @@ def test_the_estimate_is_one_line(gpus, tmp_path, caplog):
     )
     assert share_of(given) == 0.3
     assert memory_report(given).chosen == {"optim.micro_batch_tokens": 16384}
+    with caplog.at_level(logging.INFO, "bandpo_cli"):
+        check_memory(with_values(given, {"optim.micro_batch_tokens": 16384}), SINGLE)
+    assert caplog.messages[-1].endswith(" GiB)"), "nothing is chosen, and a GPU has a line"
     other = four_layers(tmp_path, sampling={"engine": "transformers"})
     assert check_memory(other, SINGLE).sampling.vllm.memory_fraction is None
 

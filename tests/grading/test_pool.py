@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading import calls_and_retries
 from bandpo_cli.grading import pool as pool_module
 from bandpo_cli.grading.pool import GraderPool, check_grader
-from bandpo_cli.grading.workers import MAX_PRINTED_BYTES
+from bandpo_cli.grading.workers import MAX_PRINTED_BYTES, WorkerPool
 from bandpo_cli.types import Grade, Problem
 from benchmarks.hostile_answers import ENDLESS, HOSTILE, QUICK
 from tests.processes.checks import check_ended, has_ended
@@ -202,6 +203,13 @@ def test_workers_persist_between_calls_until_close_and_import_little(pool):
     pids = set(verdicts(pool, ["pid"] * 20))
     pool.close()
     assert all(has_ended(int(pid)) for pid in pids)
+
+
+def test_a_reply_without_a_request_ends_the_worker():
+    """An answer could otherwise have a result that the function did not give."""
+    replies = [{"job": 7, "results": [[1.0, "correct", True]]}]
+    worker = SimpleNamespace(receive=lambda: replies, ready=True, jobs={}, started_at=0.0)
+    assert not WorkerPool._read(SimpleNamespace(), worker)
 
 
 PARENT = """

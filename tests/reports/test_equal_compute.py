@@ -76,6 +76,8 @@ def test_a_report_says_what_it_compares_at_which_amount(tmp_path, without_plots)
         "At equal compute: the scores are those at 400 sampled tokens, the most that all runs reach" in text
     )
     assert "| held-out accuracy at 400 sampled tokens |" in text
+    assert ": mean@16 at 400 sampled tokens, the most that all runs reach, linear between evaluations" in text
+    assert ": area under mean@16 over the sampled tokens, divided by the sampled tokens" in text
     content = json.loads((tmp_path / "out" / "report.json").read_text())
     assert (content["axis"], content["axis_level"]) == ("tokens", 400)
     means = {variant["name"]: variant["metrics"]["accuracy"]["mean"] for variant in content["variants"]}

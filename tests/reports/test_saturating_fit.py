@@ -50,6 +50,7 @@ def test_known_parameters_of_a_curve_that_has_bent():
         assert fitted.low <= fitted.value <= fitted.high
         assert fitted.value == pytest.approx(true, rel=0.1)
     assert fit.asymptote.high - fit.asymptote.low <= MAX_WIDTH
+    assert [float(cell.split()[0]) for cell in fit.cells[2:5]] == pytest.approx([0.6, 1.7, 40.0], rel=0.1)
 
 
 def test_the_values_are_those_of_an_independent_fit():
