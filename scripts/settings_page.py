@@ -84,7 +84,10 @@ def type_text(schema: dict[str, Any], key: str) -> str:
 
 def default_text(field: FieldInfo, key: str) -> str:
     """Return the default of a field in JSON, also that for language models, on countdown and on other tasks."""
-    value, other = field.get_default(call_default_factory=True), flatten(LANGUAGE_MODEL_DEFAULTS).get(key)
+    value, other = (
+        field.get_default(call_default_factory=True, validated_data={}),
+        flatten(LANGUAGE_MODEL_DEFAULTS).get(key),
+    )
     countdown = flatten(COUNTDOWN_DEFAULTS).get(key, value)
     text = "required" if field.is_required() else json.dumps(value, default=lambda section: {})
     if other is None:
