@@ -29,7 +29,12 @@ NAMES = {
     ".importance": f"{', '.join(SINGLE_RULES)}, a preset of verl",
 }
 """The texts that a setting accepts, by the end of its key, where its type does not list them."""
-LIMITS = {"minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}"}
+LIMITS = {
+    "minimum": "≥ {:.15g}",
+    "exclusiveMinimum": "> {:.15g}",
+    "maximum": "≤ {:.15g}",
+    "exclusiveMaximum": "< {:.15g}",
+}
 KINDS = {"boolean": "true, false", "object": "mapping", "string": "text"}
 
 
