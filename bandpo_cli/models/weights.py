@@ -1,4 +1,4 @@
-"""Weights of a policy: sharded over ranks, sent to an engine, saved to a model folder or as shards, and loaded.
+"""Weights of a policy: sharded over ranks, sent to an engine, copied for sampling on a CPU, saved and loaded.
 
 Sharding is FSDP2 (`fully_shard`), with one group per decoder layer and one for the rest. A sharded model has DTensor
 parameters. A policy is stored in float32 (these are the master weights) and computes in its own dtype, with gradients
@@ -132,13 +132,13 @@ def layers_for_sampling(model: PreTrainedModel) -> Iterator[None]:
     has_layout = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
     if on_cpu and has_layout and not is_compiled:
-        plain = [module for module in model.modules() if type(module) is nn.Linear]
-        layers = {layer: layer.weight.detach() for layer in plain if layer.weight.dtype == torch.float32}
-        layers = {layer: weight for layer, weight in layers.items() if weight.numel() >= MIN_BLOCKED}
+        linear = [module for module in model.modules() if type(module) is nn.Linear]
+        large = [layer for layer in linear if layer.weight.numel() >= MIN_BLOCKED]
+        layers = [layer for layer in large if layer.weight.dtype == torch.float32]
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if sum(weight.nbytes for weight in layers.values()) <= MAX_BLOCKED_SHARE * memory:
-            for layer, weight in layers.items():
-                blocked = torch.ops.mkldnn._reorder_linear_weight(weight)
+        if sum(layer.weight.nbytes for layer in layers) <= MAX_BLOCKED_SHARE * memory:
+            for layer in layers:
+                blocked = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
                 forwards[layer] = partial(_blocked_product, blocked, layer.bias)
     for module, forward in forwards.items():
         module.forward = forward
