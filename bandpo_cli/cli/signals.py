@@ -16,7 +16,7 @@ from bandpo_cli.processes.ranks import is_main_process, launched_ranks, rank_cou
 STOPPED = "stopped"
 """Printed where a signal ends the program at once."""
 
-_REPEATED = {signal.SIGPROF: signal.SIGINT, signal.SIGIO: signal.SIGTERM}
+_REPEATED: dict[int, int] = {signal.SIGPROF: signal.SIGINT, signal.SIGIO: signal.SIGTERM}
 FORWARDED: Mapping[int, int] = {signal.SIGUSR2: signal.SIGINT, signal.SIGVTALRM: signal.SIGTERM, **_REPEATED}
 """The signals that the ranks of `--nproc` receive from their parent process, and what the parent has received, the last
 two if not for the first time: Python calls a handler once for all signals of a number that arrive in native code. A
