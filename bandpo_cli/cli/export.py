@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
@@ -14,7 +13,7 @@ import typer
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import ExperimentView, open_console
 from bandpo_cli.cli.options import folder_of, one_of
-from bandpo_cli.errors import plural
+from bandpo_cli.errors import log, plural
 from bandpo_cli.registries import TRACKERS
 
 if TYPE_CHECKING:
@@ -215,7 +214,7 @@ class SyncView(ExperimentView):
         later = "; still being written: its files and its status come later" if synced.writing else ""
         self.console.print_line(line + later, label)
         if number := metrics.differing:
-            logging.getLogger("bandpo_cli").warning(
+            log.warning(
                 f"{plural(number, 'value')} at MLflow {'differs' if number == 1 else 'differ'} from the run "
                 "folder's: steps that a resume did again were sent before, and MLflow changes no value"
             )

@@ -31,6 +31,7 @@ from bandpo_cli.errors import (
     UserError,
     describe_exit,
     is_received,
+    log,
     one_line,
     redact_credentials,
 )
@@ -106,7 +107,7 @@ class RankWarnings(logging.Handler):
 
 def silence_other_ranks() -> None:
     """Discard what ranks other than 0 print; warnings (`RankWarnings`) and crashes of native code are reported."""
-    logging.getLogger("bandpo_cli").addHandler(RankWarnings(logging.WARNING))
+    log.addHandler(RankWarnings(logging.WARNING))
     if is_main_process():
         return
     null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - stays open for the life of the process

@@ -3,7 +3,6 @@
 Every mistake that can be found without torch is found here.
 """
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from bandpo_cli.config.layers import Layer, Settings, as_layers, nest, read_laye
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, TaskSettings, task_from_arguments
 from bandpo_cli.custom_code import add_code_folder
-from bandpo_cli.errors import ConfigError, UserError, nearest, plural
+from bandpo_cli.errors import ConfigError, UserError, log, nearest, plural
 from bandpo_cli.experiments.plan import check_graders, check_model_and_task, prepare_task
 from bandpo_cli.paths import given_path, nearest_file, path_exists, user_path
 from bandpo_cli.registries import BUNDLED_MODELS, DATASETS, generated_tasks, split_member
@@ -41,8 +40,6 @@ from bandpo_cli.tasks.completions import StoredProblem, read_completions
 from bandpo_cli.tasks.question_answers import hub_ids, question_key
 from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.tasks.task import Task, build_task
-
-log = logging.getLogger("bandpo_cli")
 
 MAX_K = 10**6
 _MAX_STEM_CHARS = 100

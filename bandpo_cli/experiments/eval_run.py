@@ -7,7 +7,6 @@ calls callbacks.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig, check_ranks
-from bandpo_cli.errors import UserError, closed_at_end, redact_credentials, warn_on_failure
+from bandpo_cli.errors import UserError, closed_at_end, log, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.eval_plan import (
     EvalOptions,
     EvalPlan,
@@ -46,8 +45,6 @@ from bandpo_cli.types import GRADER_ERROR, status_of
 if TYPE_CHECKING:
     from bandpo_cli.evaluation.evaluate import Batch
     from bandpo_cli.evaluation.scores import Scores
-
-log = logging.getLogger("bandpo_cli")
 
 
 @dataclass(frozen=True)

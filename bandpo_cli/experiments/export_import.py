@@ -3,7 +3,6 @@
 verl 0.9.1 logs with `utils/tracking.py`; MLflow has its names with `_at_` for @. docs/metrics.md compares the metrics.
 """
 
-import logging
 import math
 import os
 import re
@@ -19,7 +18,7 @@ from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig, TrackingConfig, with_dtype
 from bandpo_cli.custom_code import code_from
-from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials, user_code_location
+from bandpo_cli.errors import ConfigError, RunError, UserError, log, redact_credentials, user_code_location
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import Dispatcher
 from bandpo_cli.experiments.plan import check_graders, choose_run_name, load_task
@@ -40,8 +39,6 @@ from bandpo_cli.tracking.outages import check_reachable, short_error
 from bandpo_cli.tracking.sender import RunSender, SyncResult
 from bandpo_cli.tracking.trackers import tracker_class
 from bandpo_cli.types import Problem
-
-log = logging.getLogger("bandpo_cli")
 
 NAMES = {
     "critic/score/mean": "train/reward",

@@ -4,7 +4,6 @@ Functions here do not import torch, except for a custom method or estimator; `ch
 """
 
 import json
-import logging
 import math
 import os
 import re
@@ -20,7 +19,7 @@ from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent,
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig, check_ranks, dtype_on
 from bandpo_cli.custom_code import load_setting
-from bandpo_cli.errors import ConfigError, UserError, definition_location, plural
+from bandpo_cli.errors import ConfigError, UserError, definition_location, log, plural
 from bandpo_cli.grading.answers import unparsed_references
 from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.grading.tools import first_messages, tool_schemas
@@ -42,8 +41,6 @@ from bandpo_cli.tasks.rows import NotLoadedError
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.tracking.trackers import tracker_class
 from bandpo_cli.types import Problem
-
-log = logging.getLogger("bandpo_cli")
 
 _LARGE_LR = "optim.lr"
 _SMALL_LR = "optim.lr for adapters or a small model"

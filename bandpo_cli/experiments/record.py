@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bandpo_cli.callbacks import RunResult, TrainCallback
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, UserError, exits_as_errors, redact_credentials, warn_on_failure
+from bandpo_cli.errors import RunError, UserError, exits_as_errors, log, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import stop_reason
 from bandpo_cli.experiments.plan import Fork, Plan
@@ -32,8 +31,6 @@ from bandpo_cli.types import RunStatus
 
 if TYPE_CHECKING:
     from bandpo_cli.training.build import Components
-
-log = logging.getLogger("bandpo_cli")
 
 
 def load_state(plan: Plan, config: RunConfig, components: Components) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,7 @@ from bandpo_cli.config.batch_and_sampling import resolve_engine, use_expandable_
 from bandpo_cli.config.layers import CHOSEN_AT_START, Settings, as_layers, copy_values, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.errors import GraderFailedError, RunError, closed_at_end, exits_as_errors, user_code
+from bandpo_cli.errors import GraderFailedError, RunError, closed_at_end, exits_as_errors, log, user_code
 from bandpo_cli.experiments.memory_check import OnEstimate, check_memory, out_of_memory_errors
 from bandpo_cli.experiments.monitor import Dispatcher, StepMonitor
 from bandpo_cli.experiments.plan import Plan, callback_class, new_run_layers, plan_training
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
 
 TrainEvents = Dispatcher[RunInfo, StepReport, RunResult]
 Stop = Callable[[], bool] | None
-
-log = logging.getLogger("bandpo_cli")
 
 
 def train(
