@@ -61,10 +61,14 @@ class SamplesFile:
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """An evaluation that has been checked and not started; it uses the sections in `_USED_SECTIONS`."""
+    """An evaluation that has been checked and not started; it uses the sections in `_USED_SECTIONS`.
+
+    `folder` is that of an interrupted evaluation, which continues; None for a new one.
+    """
 
     config: RunConfig
     source: tuple[ModelRef, Task] | SamplesFile
+    folder: EvalFolder | None = None
 
     def default_name(self) -> str:
         """Return the name of an evaluation to which the user gives none: what is evaluated, and the time."""
@@ -223,7 +227,7 @@ def _plan_samples(path: Path, grader: str | None, layers: Sequence[Layer]) -> Ev
 def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalPlan:
     """Return the plan that the evaluation in `folder` was made from, with other settings of `tracking` only.
 
-    An evaluation that has all its completions needs neither its model nor its samples file.
+    An evaluation that has all its completions is scored again, and needs neither its model nor its samples file.
 
     Raises UserError if the record is damaged, or the model or the samples have changed or are missing.
     """
@@ -245,12 +249,12 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
         if not complete and (not path_exists(path) or file_digest(path) != digest):
             raise UserError(f"--resume {folder.path}: {path} was changed or deleted; start a new evaluation")
         sets = {} if complete else read_completions(path, grader)
-        return EvalPlan(config, SamplesFile(path, digest, grader, sets))
+        return EvalPlan(config, SamplesFile(path, digest, grader, sets), folder)
     if not complete:
         check_model_path(ref.path)
         check_model_contents(Path(ref.path))
         check_engine(config.sampling.engine, config.model.device)
-    return EvalPlan(config, (ref, prepare_task(config)))
+    return EvalPlan(config, (ref, prepare_task(config)), folder)
 
 
 def _task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:

@@ -16,16 +16,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bandpo_cli.callbacks import Callback
-from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig, check_ranks
 from bandpo_cli.errors import UserError, closed_at_end, log, redact_credentials, warn_on_failure
-from bandpo_cli.experiments.eval_plan import (
-    EvalOptions,
-    EvalPlan,
-    SamplesFile,
-    plan_evaluation,
-    plan_evaluation_resume,
-)
+from bandpo_cli.experiments.eval_plan import EvalOptions, EvalPlan, SamplesFile, plan_evaluation
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import Dispatcher
 from bandpo_cli.experiments.plan import choose_run_name
@@ -82,7 +75,7 @@ class EvalResult:
 
 
 EvalCallback = Callback[EvalInfo, "Batch", EvalResult]
-"""A callback of `evaluate` and `resume_evaluation`; `step` has the completions of a batch, graded and stored."""
+"""A callback of `evaluate`; `step` has the completions of a batch, graded and stored."""
 _Events = Dispatcher[EvalInfo, "Batch", EvalResult]
 
 
@@ -125,8 +118,8 @@ def evaluate(
     same arguments. Each of them returns the result; MLflow's place is known to rank 0 alone.
 
     Args:
-        model: a run (NAME or NAME@STEP), a Hugging Face folder, a hub id, or `embedded`; or a request of
-            `plan_evaluation`, which has the tasks and all options.
+        model: a run (NAME or NAME@STEP), a Hugging Face folder, a hub id, or `embedded`; or a plan, which has the tasks
+            and all options: of `plan_evaluation`, or of `plan_evaluation_resume` to continue an evaluation.
         tasks: `countdown`, names of data sets, or files; none for the evaluation sets of the run.
         name: name of the folder; None for model, tasks, n, seed and time.
         callbacks: receive the events of `callbacks.Callback`, on rank 0 alone.
@@ -140,30 +133,8 @@ def evaluate(
     plan, runs_dir = model, given_path(runs_dir)
     if not isinstance(plan, EvalPlan):
         plan = plan_evaluation(plan, tasks, runs_dir=runs_dir, **options)
-    return _run(plan, runs_dir, callbacks, choose_run_name(runs_dir, name, plan.default_name()))
-
-
-def resume_evaluation(
-    name: str,
-    runs_dir: Path | str = "runs",
-    tracking: Layer | None = None,
-    callbacks: Sequence[EvalCallback] = (),
-    request: EvalPlan | None = None,
-) -> EvalResult:
-    """Continue an interrupted evaluation; one that has all its completions is scored again from them.
-
-    Args:
-        name: the evaluation's name in `runs_dir`, or its folder.
-        tracking: settings of the section `tracking` to change.
-        request: what `plan_evaluation_resume` returned; None to plan it here.
-
-    Raises:
-        UserError: there is no such evaluation, or its model or data have changed.
-        RunError: as `evaluate`.
-    """
-    folder = EvalFolder.open(given_path(runs_dir), name)
-    request = request or plan_evaluation_resume(folder, tracking)
-    return _run(request, given_path(runs_dir), callbacks, folder)
+    target = plan.folder or choose_run_name(runs_dir, name, plan.default_name())
+    return _run(plan, runs_dir, callbacks, target)
 
 
 def _run(

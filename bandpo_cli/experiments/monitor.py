@@ -7,6 +7,7 @@ that reaches it.
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -56,8 +57,8 @@ _LIVE_ENTROPY = 0.1
 _SHORTEST_ANSWER = 256
 """Tokens that advice gives a completion at least: a worked answer to a school problem takes 100 to 300."""
 
-_FORM_MARKS = {"answer-line": "Answer:", "boxed": "\\boxed", "hashes": "####"}
-"""What the templates have in them that ask for a form of the answer."""
+ANSWER_FORMS = {"answer-line": "Answer: {}", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
+"""Final answers as the templates ask for them."""
 
 _EXCERPT = 160
 """Characters of a completion that a warning quotes."""
@@ -265,8 +266,9 @@ def _form_advice(task: DataTask) -> str:
     """Return what helps against unreadable answers: a template that asks for their form, unless the task has one."""
     grader = task.answer_grader
     entry = GRADERS.get(grader) if grader is not None else None
-    forms = (entry.templates if entry is not None else ()) or tuple(_FORM_MARKS)
-    if any(_FORM_MARKS[form] in TEMPLATES.get(task.template, task.template) for form in forms):
+    forms = (entry.templates if entry is not None else ()) or tuple(ANSWER_FORMS)
+    text = TEMPLATES.get(task.template, task.template)
+    if any(re.split("[ {]", ANSWER_FORMS[form])[0] in text for form in forms):
         return "a model that keeps to the form that the prompt asks for, or another --grader"
     return f"--template {forms[0]}, which asks for the form of the answer, or another --grader"
 

@@ -85,7 +85,7 @@ class Plan:
 
     Attributes:
         config: the settings, for config.yaml.
-        pinned: the same with the engine, the dtype and the commits that the run, or the parent of a fork, started with.
+        pinned: the same with the engine and the commits that the run, or the parent of a fork, started with.
         task: the problems, loaded; None for a resume of a run whose steps are all done.
         folder: the run folder, which a new run has yet to create.
         warnings: what the user should know before the run starts, one line each.
