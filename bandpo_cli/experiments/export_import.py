@@ -1,7 +1,4 @@
-"""Exchange with other programs: missing data of runs for trackers, exports for verl and as models, imports from verl.
-
-verl 0.9.1 logs with `utils/tracking.py`; MLflow has its names with `_at_` for @. docs/metrics.md compares the metrics.
-"""
+"""Exchange with other programs: missing data for trackers, exports for verl and as models, imports from verl."""
 
 import math
 import os
@@ -387,10 +384,7 @@ def _trackers(path: Path, named: bool, uri: str | None) -> Iterable[str | None]:
 
 
 def _send(path: Path, tracker: str | None, uri: str | None, failed_places: dict[str, str]) -> SyncReport:
-    """Send one run to one tracker; the error of a tracker is added to `failed_places`, by its place.
-
-    Nothing is sent to a place in `failed_places`: each attempt may take the timeout of the server.
-    """
+    """Send one run to one tracker, unless its place has failed before: each attempt may take the server's timeout."""
     if tracker is None:
         return SyncReport(path.name, skipped="it has no tracker; name it to send it")
     place = tracker

@@ -243,10 +243,7 @@ def memory_savings(
 ) -> list[tuple[str, str]]:
     """Return settings with values that lower the memory, those that cost least first.
 
-    Args:
-        training: False for an evaluation, or a GPU that only samples, which have no updates.
-        engine_has_gpu: the engine process has a GPU to itself, so that the trainer's has more memory.
-        gpus: number of GPUs that the run could use in place of one.
+    `training` is False for an evaluation, or a GPU that only samples; the run could use `gpus` GPUs in place of one.
     """
     model, sampling, vllm = config.model, config.sampling, config.sampling.vllm
     savings = []

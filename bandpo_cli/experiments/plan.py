@@ -165,11 +165,7 @@ def read_numbers(option: str, text: str, first: int, last: int) -> list[int]:
 
 
 def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
-    """Check settings that validation alone cannot check; return them with all options of a custom method, and the task.
-
-    The problems of the task are loaded. Raises ConfigError for custom code, a model path, an engine or a task that
-    cannot be used.
-    """
+    """Check custom code, model and engine; return the settings, with all options of a custom method, and the task."""
     if isinstance(config.bounds, CustomSettings):
         from bandpo_cli.objective.custom_methods import check_method
 
@@ -207,11 +203,7 @@ def callback_class(name: str) -> type[TrainCallback]:
 
 
 def load_task(config: RunConfig, trial: bool = True) -> Task:
-    """Return the task of a run with its problems loaded.
-
-    With `trial`, asynchronous graders are called once. Raises ConfigError if the model cannot be trained or not on this
-    task, the task has no problems, or a grader cannot be used.
-    """
+    """Return the task of a run with its problems, once model, task and graders are checked, with `trial` by calls."""
     path = config.model.path
     if path not in BUNDLED_MODELS:
         check_model_path(path)
@@ -283,10 +275,7 @@ def check_graders(
 def problems_by_grader(
     problems: Sequence[Problem], rewards: Sequence[RewardComponent] | None
 ) -> dict[str, Sequence[Problem]]:
-    """Return the problems that every grader grades by name, for `rewards` all; not those of environments and controls.
-
-    A grader that compares with a reference answer grades no problem without one.
-    """
+    """Return the problems of every grader by name, for `rewards` all; not those of environments and controls."""
     added = [reward.grader for reward in rewards or () if reward.grader and not reward.is_control]
     by_grader: dict[str, Sequence[Problem]] = {}
     for name in dict.fromkeys([*(problem.grader for problem in problems), *added]):

@@ -157,10 +157,9 @@ def start_run(
 ) -> tuple[TrainEvents, RunConfig, Components | None]:
     """Do all that the run of a plan does before its folder is written; a dry run calls this and ends.
 
-    `on_estimate` is as for `check_memory`; `stack` closes the components, which have the state of the checkpoint that
-    the run continues. Returns the dispatcher of trackers, `callbacks` and custom ones (on other ranks those for every
-    rank), the settings for config.yaml, and the components; None instead of them if all steps are done, so that the
-    summary and the plots are left.
+    Returns the dispatcher of trackers, `callbacks` and custom ones (on other ranks those for every rank), the settings
+    for config.yaml, and the components, with the state of the checkpoint that the run continues, until `stack` closes
+    them; None instead of them if all steps are done. `on_estimate` is as for `check_memory`.
     """
     config, is_main = plan.config, is_main_process()
     given = callbacks if isinstance(callbacks, Sequence) else [callbacks]
@@ -194,8 +193,7 @@ def load_components(
 ) -> tuple[RunConfig, Components]:
     """Load model, sampler, grader and optimizer on all ranks; `stack` closes them and warns of grader errors.
 
-    `changeable` and `on_estimate` are as for `check_memory`. Returns the settings that the components have on this
-    machine.
+    Returns the settings that they have on this machine, too. The last arguments are as for `check_memory`.
     """
     config, ranks = start_process(config, task, events, stack, True, changeable, on_estimate)
     with out_of_memory_errors(config):
@@ -218,8 +216,8 @@ def start_process(
 ) -> tuple[RunConfig, Ranks]:
     """Begin the phase `load`: choose kernels, connect the ranks until `stack` closes, and check the memory.
 
-    The last three arguments are as for `check_memory`. Returns the settings with what they are on this machine, such
-    as the dtype that `auto` is (`CHOSEN_AT_START`).
+    Returns the settings with the values of `CHOSEN_AT_START` on this machine, too. The last arguments are as for
+    `check_memory`.
     """
     events.phase("load")
     use_expandable_segments(config.sampling.max_lag > 0 and config.sampling.engine_process)
@@ -249,15 +247,10 @@ def _warn_of_grader_errors(
 
 
 def open_folder(plan: Plan, config: RunConfig, components: Components | None, stack: ExitStack) -> RunFolder:
-    """Open the folder of a plan for writing, once all that the run needs has been loaded.
+    """Create the folder of a new run, or cut that of a resume back to its checkpoint, once the components are loaded.
 
-    The folder of a new run is created, with the record and the checkpoint of the parent of a fork. With config.yaml,
-    which is written last, the folder is a run. A folder of a resume is cut back to the step of its checkpoint. Rank 0
-    holds the lock of a new folder, until `stack` closes; the caller holds the lock of a resume.
-
-    Args:
-        config: the settings for config.yaml.
-        components: None for a resume of a run whose steps are all done.
+    The folder of a fork gets the record and the checkpoint of the parent. With config.yaml, which is written last, the
+    folder is a run. Rank 0 holds the lock of a new folder until `stack` closes; the caller holds the lock of a resume.
     """
     folder = plan.folder
     if components is None:
@@ -279,11 +272,7 @@ def open_folder(plan: Plan, config: RunConfig, components: Components | None, st
 
 
 def run_environment(config: RunConfig, components: Components) -> dict[str, Any]:
-    """Return the content of env.json. Its entry `resolved` has what settings such as `auto` resolved to.
-
-    `model` there is the commit of a model on the hub, None for a folder; `data` has the known commits of the data sets
-    on the hub by id.
-    """
+    """Return the content of env.json; its entry `RESOLVED` has engine, dtype, and the known commits on the hub."""
     policy, task, data = components.policy, config.task, {}
     if isinstance(task, DataTask):
         commits = {name: cached_commit(name, "dataset", task.revisions.get(name)) for name in hub_ids(task)}
