@@ -106,9 +106,9 @@ class StepMonitor:
         self, config: RunConfig, records: Iterable[Record], stop_requested: Callable[[], bool] | None = None
     ) -> None:
         self._stop_requested = stop_requested
-        self._config, self._recent = config, deque(records, maxlen=config.stop.steps)
+        self._config, self._recent = config, deque(records, maxlen=max(2, config.stop.steps))
         self._without_gradient, self._warned_of_calls, self._warned_of_masks = 0, False, False
-        self._last, self._destroyed = [*self._recent], ""
+        self._destroyed = ""
         self.requested: str | None = None
         self.reason: str | None = None
 
@@ -116,9 +116,8 @@ class StepMonitor:
         """Add a step, and return the warnings about it, one line each; those that give advice come once."""
         record, sample, steps = report.record, report.sample, self._config.stop.steps
         self._recent.append(record)
-        self._last = [*self._last[-1:], record]
         warnings = []
-        if not self._destroyed and (cause := destroyed_policy(self._config, self._last)):
+        if not self._destroyed and (cause := destroyed_policy(self._config, [*self._recent][-2:])):
             self._destroyed = cause
             warnings.append(cause)
         if sample is not None and not self._warned_of_calls and _is_without_calls(self._config, record):

@@ -11,13 +11,15 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.batch_and_sampling import resolve_engine, use_expandable_segments
-from bandpo_cli.config.layers import CHOSEN_AT_START, Settings, as_layers, copy_values, resolve, to_yaml
+from bandpo_cli.config.layers import CHOSEN_AT_START, Settings, as_layers, resolve, to_yaml, with_values
 from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import GraderFailedError, RunError, closed_at_end, exits_as_errors, log, user_code
@@ -130,9 +132,7 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
     with ExitStack() as stack:
         events, config, components = start_run(plan, callbacks, stack)
         folder, first = open_folder(plan, config, components, stack), plan.first_step
-        status: RunStatus = "FINISHED"
-        stopped_by: str | None = None
-        error: BaseException | None = None
+        result = RunResult(folder.path, "FINISHED", [])
         try:
             with exits_as_errors():
                 # A rank other than 0 has no contents of env.json.
@@ -141,14 +141,12 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
                 about = config.steps, first, notes, config.tracking.parent
                 events.start(RunInfo(folder.path, config.model_dump(mode="json"), json.loads(env), *about))
                 if components is not None:
-                    status, stopped_by = train_steps(
-                        config, folder, components, events, first, stop_requested
-                    )
-        except BaseException as raised:
-            error, status = raised, status_of(raised)
+                    result = train_steps(config, folder, components, events, first, stop_requested)
+        except BaseException as error:
+            result = replace(result, status=status_of(error), error=error)
             raise
         finally:
-            result = close_record(config, folder, events, status, error, stopped_by)
+            result = close_record(config, folder, events, result)
         return result if components is None else components.ranks.gather(result)[0]
 
 
@@ -175,7 +173,7 @@ def start_run(
         return events, config, None
     changeable = CHANGEABLE_SETTINGS if plan.is_resume else None
     loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable, on_estimate)
-    config = copy_values(config, loaded, CHOSEN_AT_START)
+    config = with_values(config, {key: attrgetter(key)(loaded) for key in CHOSEN_AT_START})
     if components.ranks.size > 1:
         check_same_on_all(components.ranks, repr(config), str(plan.step))
     if plan.step >= 0:  # a new run has the initial weights
@@ -285,11 +283,8 @@ def run_environment(config: RunConfig, components: Components) -> dict[str, Any]
 
 def train_steps(
     config: RunConfig, folder: RunFolder, components: Components, events: TrainEvents, first: int, stop: Stop
-) -> tuple[RunStatus, str | None]:
-    """Train from step `first` to the last one, or until a criterion, a callback or a request ends the run.
-
-    Returns the status, and the criterion or the reason of the callback.
-    """
+) -> RunResult:
+    """Train from step `first` to the last one, or until a criterion, a callback or a request ends the run."""
     # Imported before MLflow's thread starts: two threads that import delay each other.
     from bandpo_cli.training import loop
 
@@ -314,7 +309,8 @@ def train_steps(
     reason = next(filter(None, reasons), None)
     if reason is not None and is_main:
         log.warning("the run ends after step %d of %d: %s", last, config.steps, reason)
-    return ("KILLED" if last < config.steps and reason is None else "FINISHED"), reason
+    status: RunStatus = "KILLED" if last < config.steps and reason is None else "FINISHED"
+    return RunResult(folder.path, status, [], stopped_by=reason)
 
 
 @contextmanager
