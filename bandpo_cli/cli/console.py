@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.callbacks import CallbackBase
-from bandpo_cli.errors import escape_controls, redact_credentials
+from bandpo_cli.errors import escape_controls, log, redact_credentials
 
 
 class SafeStream:
@@ -150,11 +150,10 @@ def open_console(stderr: bool = False, long_running: bool = False) -> Console:
     if long_running and file is not None:
         file.on_loss = CONTINUES
     console = Console(file=file, stderr=stderr, markup=False, emoji=False)
-    logger = logging.getLogger("bandpo_cli")
-    others = [handler for handler in logger.handlers if not isinstance(handler, LogHandler)]
-    logger.handlers = [*others, LogHandler(console)]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False  # MLflow's database migrations give the root logger a handler of their own
+    others = [handler for handler in log.handlers if not isinstance(handler, LogHandler)]
+    log.handlers = [*others, LogHandler(console)]
+    log.setLevel(logging.INFO)
+    log.propagate = False  # MLflow's database migrations give the root logger a handler of their own
     return console
 
 

@@ -31,6 +31,7 @@ from bandpo_cli.errors import (
     UserError,
     describe_exit,
     is_received,
+    log,
     one_line,
     redact_credentials,
 )
@@ -106,7 +107,7 @@ class RankWarnings(logging.Handler):
 
 def silence_other_ranks() -> None:
     """Discard what ranks other than 0 print; warnings (`RankWarnings`) and crashes of native code are reported."""
-    logging.getLogger("bandpo_cli").addHandler(RankWarnings(logging.WARNING))
+    log.addHandler(RankWarnings(logging.WARNING))
     if is_main_process():
         return
     null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - stays open for the life of the process
@@ -165,15 +166,8 @@ def launch(
     other at every step whether to stop. The second one of its kind drops the step: rank 0 receives it too, and the
     others, which have nothing to write, are killed, because rank 0 may be waiting for them.
 
-    Args:
-        config: the settings; the device of the model decides whether each rank needs a GPU.
-        command: the command that resumes the run or evaluation in `folder`.
-        folder: the folder that rank 0 writes in `runs_dir`; its name is the name for all ranks.
-        arguments: those of the Python interpreter of each rank; None for this command.
-
-    Raises:
-        UserError: there are fewer GPUs or prompts than ranks, or the mistake of a rank.
-        RunError: the error of the rank that failed first.
+    `folder` is what rank 0 writes in `runs_dir`; its name is the name for all ranks. `arguments` are those of Python in
+    each rank, None for this command. Raises the error of the rank that failed first.
     """
     from bandpo_cli.config.run import check_ranks
     from bandpo_cli.storage.run_folder import shell_command

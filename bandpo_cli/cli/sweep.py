@@ -25,7 +25,6 @@ from bandpo_cli.cli.console import (
     make_table,
     open_console,
 )
-from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.cli.report import print_report
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.errors import RunError, SignalExit, UserError, plural
@@ -50,14 +49,14 @@ def sweep(
     settings: opt.Settings,
     seeds: Annotated[str | None, opt.option("S,S", "0")] = None,
     axis: Annotated[list[str] | None, opt.option("KEY=V,V")] = None,
-    fork: Annotated[str | None, opt.option("RUN[@STEP]", complete=folder_of("run"))] = None,
-    recorded: Annotated[str | None, opt.option("RUN", complete=folder_of("run"))] = None,
-    tuned_on: Annotated[str | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
+    fork: Annotated[str | None, opt.option("RUN[@STEP]", complete=opt.folder_of("run"))] = None,
+    recorded: Annotated[str | None, opt.option("RUN", complete=opt.folder_of("run"))] = None,
+    tuned_on: Annotated[str | None, opt.option("SWEEP", complete=opt.folder_of("sweep"))] = None,
     baseline: Annotated[str | None, opt.option("VARIANT")] = None,
     jobs: Annotated[int | None, opt.option("N", "as many as there are GPUs for, else cores", min=1)] = None,
     gpus_per_run: Annotated[int | None, opt.option("K", "1", min=1)] = None,
     stop_behind: Annotated[float | None, opt.option("MARGIN", "no run is ended")] = None,
-    executor: Annotated[str, opt.option("EXECUTOR", complete=one_of(("local", "ray")))] = "local",
+    executor: Annotated[str, opt.option("EXECUTOR", complete=opt.one_of(("local", "ray")))] = "local",
     ray_address: Annotated[
         str | None, opt.option("ADDRESS", "a local cluster that ends with the sweep")
     ] = None,
@@ -69,8 +68,8 @@ def sweep(
     tracking: opt.Tracking,
     dry_run: Annotated[bool, opt.option()] = False,
     power: Annotated[float | None, opt.option("DIFFERENCE")] = None,
-    pilot: Annotated[Path | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
-    resume: Annotated[str | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
+    pilot: Annotated[Path | None, opt.option("SWEEP", complete=opt.folder_of("sweep"))] = None,
+    resume: Annotated[str | None, opt.option("SWEEP", complete=opt.folder_of("sweep"))] = None,
 ) -> None:
     """Run every combination of the given values as an ordinary run, in one folder.
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import reduce
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -40,8 +40,6 @@ Layer = Mapping[str, Any]
 MERGE_TAG = "tag:yaml.org,2002:merge"
 """The tag of the key `<<`, whose value is a mapping, or a list of mappings, to take entries from."""
 
-
-SectionT = TypeVar("SectionT", bound=Section)
 
 Settings = Layer | RunConfig | Iterable[Layer | RunConfig]
 """Settings in Python: a dictionary, whose keys may be dotted ({"optim.lr": 1e-4}); a `RunConfig`, which has a value for
@@ -210,15 +208,6 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     return resolve([config, values])
 
 
-def copy_values(config: SectionT, other: SectionT, keys: Iterable[str]) -> SectionT:
-    """Return the settings with the values that `other` has for these dotted settings, which are valid already."""
-    changed: dict[str, Any] = {}
-    for name, _, rest in (key.partition(".") for key in keys):
-        own, value = changed.get(name, getattr(config, name)), getattr(other, name)
-        changed[name] = copy_values(own, value, [rest]) if rest else value
-    return config.model_copy(update=changed)
-
-
 def _set_nested(section: dict[str, Any], path: str, value: Any, where: str) -> None:
     """Set a value by its dotted name; raise ConfigError, which begins with `where`, if a section has a plain value."""
     *sections, last = path.split(".")
@@ -236,13 +225,10 @@ def _set_nested(section: dict[str, Any], path: str, value: Any, where: str) -> N
 def flatten(
     settings: Any, expand_lists: bool = False, keep_empty: bool = False, path: str = ""
 ) -> dict[str, Any]:
-    """Return sections as dotted settings, the inverse of `nest`.
+    """Return sections as dotted settings, the inverse of `nest`; `path` is the key of `settings` itself.
 
-    Args:
-        settings: a mapping of settings by section.
-        expand_lists: give each element of a list that holds mappings or lists a key of its own: `task.train.0.path`.
-        keep_empty: an empty mapping is a value; otherwise it has no key.
-        path: the key of `settings` itself.
+    With `expand_lists` each element of a list of mappings or lists has a key of its own, `task.train.0.path`; with
+    `keep_empty` an empty mapping is a value.
     """
     has_items = isinstance(settings, list) and any(isinstance(item, dict | list) for item in settings)
     if expand_lists and has_items:

@@ -3,7 +3,6 @@
 Every mistake that can be found without torch is found here.
 """
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from bandpo_cli.config.layers import Layer, Settings, as_layers, nest, read_laye
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, TaskSettings, task_from_arguments
 from bandpo_cli.custom_code import add_code_folder
-from bandpo_cli.errors import ConfigError, UserError, nearest, plural
+from bandpo_cli.errors import ConfigError, UserError, log, nearest, plural
 from bandpo_cli.experiments.plan import check_graders, check_model_and_task, prepare_task
 from bandpo_cli.paths import given_path, nearest_file, path_exists, user_path
 from bandpo_cli.registries import BUNDLED_MODELS, DATASETS, generated_tasks, split_member
@@ -42,8 +41,6 @@ from bandpo_cli.tasks.question_answers import hub_ids, question_key
 from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.tasks.task import Task, build_task
 
-log = logging.getLogger("bandpo_cli")
-
 MAX_K = 10**6
 _MAX_STEM_CHARS = 100
 """Largest length of the part of an evaluation's name that says what was evaluated."""
@@ -64,10 +61,14 @@ class SamplesFile:
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """An evaluation that has been checked and not started; it uses the sections in `_USED_SECTIONS`."""
+    """An evaluation that has been checked and not started; it uses the sections in `_USED_SECTIONS`.
+
+    `folder` is that of an interrupted evaluation, which continues; None for a new one.
+    """
 
     config: RunConfig
     source: tuple[ModelRef, Task] | SamplesFile
+    folder: EvalFolder | None = None
 
     def default_name(self) -> str:
         """Return the name of an evaluation to which the user gives none: what is evaluated, and the time."""
@@ -226,7 +227,7 @@ def _plan_samples(path: Path, grader: str | None, layers: Sequence[Layer]) -> Ev
 def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalPlan:
     """Return the plan that the evaluation in `folder` was made from, with other settings of `tracking` only.
 
-    An evaluation that has all its completions needs neither its model nor its samples file.
+    An evaluation that has all its completions is scored again, and needs neither its model nor its samples file.
 
     Raises UserError if the record is damaged, or the model or the samples have changed or are missing.
     """
@@ -248,12 +249,12 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
         if not complete and (not path_exists(path) or file_digest(path) != digest):
             raise UserError(f"--resume {folder.path}: {path} was changed or deleted; start a new evaluation")
         sets = {} if complete else read_completions(path, grader)
-        return EvalPlan(config, SamplesFile(path, digest, grader, sets))
+        return EvalPlan(config, SamplesFile(path, digest, grader, sets), folder)
     if not complete:
         check_model_path(ref.path)
         check_model_contents(Path(ref.path))
         check_engine(config.sampling.engine, config.model.device)
-    return EvalPlan(config, (ref, prepare_task(config)))
+    return EvalPlan(config, (ref, prepare_task(config)), folder)
 
 
 def _task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:

@@ -1,9 +1,5 @@
-"""Exchange with other programs: missing data of runs for trackers, exports for verl and as models, imports from verl.
+"""Exchange with other programs: missing data for trackers, exports for verl and as models, imports from verl."""
 
-verl 0.9.1 logs with `utils/tracking.py`; MLflow has its names with `_at_` for @. docs/metrics.md compares the metrics.
-"""
-
-import logging
 import math
 import os
 import re
@@ -19,7 +15,7 @@ from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig, TrackingConfig, with_dtype
 from bandpo_cli.custom_code import code_from
-from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials, user_code_location
+from bandpo_cli.errors import ConfigError, RunError, UserError, log, redact_credentials, user_code_location
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import Dispatcher
 from bandpo_cli.experiments.plan import check_graders, choose_run_name, load_task
@@ -40,8 +36,6 @@ from bandpo_cli.tracking.outages import check_reachable, short_error
 from bandpo_cli.tracking.sender import RunSender, SyncResult
 from bandpo_cli.tracking.trackers import tracker_class
 from bandpo_cli.types import Problem
-
-log = logging.getLogger("bandpo_cli")
 
 NAMES = {
     "critic/score/mean": "train/reward",
@@ -390,10 +384,7 @@ def _trackers(path: Path, named: bool, uri: str | None) -> Iterable[str | None]:
 
 
 def _send(path: Path, tracker: str | None, uri: str | None, failed_places: dict[str, str]) -> SyncReport:
-    """Send one run to one tracker; the error of a tracker is added to `failed_places`, by its place.
-
-    Nothing is sent to a place in `failed_places`: each attempt may take the timeout of the server.
-    """
+    """Send one run to one tracker, unless its place has failed before: each attempt may take the server's timeout."""
     if tracker is None:
         return SyncReport(path.name, skipped="it has no tracker; name it to send it")
     place = tracker

@@ -2,8 +2,8 @@
 
 A resumed run continues in its folder. The folder of a fork begins with the record of its parent up to the checkpoint,
 so that plots, reports and trackers have complete curves. `sampling.engine: auto` depends on the machine, and a model or
-data set on the hub can change: a resumed run and a fork have the engine, the dtype and the commits that the run or the
-parent started with. Nothing heavy is imported here.
+data set on the hub can change: a resumed run and a fork have the engine and the commits that the run or the parent
+started with. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import Any, get_args
+from typing import Any
 
 from bandpo_cli.config.batch_and_sampling import is_installed
 from bandpo_cli.config.layers import (
@@ -28,7 +28,7 @@ from bandpo_cli.config.layers import (
     setting_text,
     with_values,
 )
-from bandpo_cli.config.run import WITHOUT_EFFECT, Dtype, RunConfig, check_ranks
+from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig, check_ranks
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import code_from
 from bandpo_cli.errors import ConfigError, UserError, plural
@@ -259,7 +259,7 @@ def _describe(folder: RunFolder, config: RunConfig, done: int, step: int) -> str
 
 
 def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
-    """Return the settings with the engine, dtype and commits that the run in `folder` started with, and warnings.
+    """Return the settings with the engine and the commits that the run in `folder` started with, and warnings.
 
     Entries of env.json that no run writes are ignored; a damaged file gives a warning. Raises ConfigError if the engine
     that `auto` resolved to is not installed.
@@ -268,7 +268,7 @@ def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
     try:
         stored = read_json_object(path).get(RESOLVED) if path_exists(path) else None
     except UserError as error:
-        return config, [f"{error}; engine, dtype and commits of the run are not known and are chosen anew"]
+        return config, [f"{error}; engine and commits of the run are not known and are chosen anew"]
     if not isinstance(stored, dict):
         return config, []
     task, engine, commit, data = config.task, stored.get("engine"), stored.get("model"), stored.get("data")
@@ -278,8 +278,6 @@ def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
         if not is_installed(entry.package):
             raise ConfigError(f"run {folder.name} samples with {engine}, not installed here: {entry.install}")
         changes["sampling.engine"] = engine
-    if config.model.dtype == "auto" and stored.get("dtype") in get_args(Dtype):
-        changes["model.dtype"] = stored["dtype"]
     if is_commit(commit):
         changes["model.revision"] = commit
     if isinstance(task, DataTask) and isinstance(data, dict):

@@ -16,7 +16,7 @@ from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.memory_check import OnEstimate, out_of_memory_errors
-from bandpo_cli.experiments.monitor import Dispatcher
+from bandpo_cli.experiments.monitor import ANSWER_FORMS, Dispatcher
 from bandpo_cli.experiments.plan import Plan, problems_by_grader
 from bandpo_cli.experiments.run import TrainEvents, load_components, start_run
 from bandpo_cli.grading.pool import DUMMY_TEXT, IMPORT_ADVICE, GraderPool, problem_error
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from bandpo_cli.models.memory_estimate import MemoryEstimate
     from bandpo_cli.sampling.rollouts import Prompts
     from bandpo_cli.training.build import Components
-
-_ANSWER_FORMS = {"answer-line": "Answer: {}", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
-"""Final answers as the templates ask for them."""
 
 PROBLEMS = 32
 """Problems that a probe samples."""
@@ -127,9 +124,9 @@ def _dummy_completion(config: RunConfig, problem: Problem) -> str:
     if problem.grader == "reasoning-gym":
         return f"<answer>{problem.answer}</answer>"
     template = config.task.template if isinstance(config.task, DataTask) else ""
-    if template not in _ANSWER_FORMS and problem.grader in GRADERS:
+    if template not in ANSWER_FORMS and problem.grader in GRADERS:
         template = next(iter(GRADERS[problem.grader].templates), "answer-line")
-    return _ANSWER_FORMS.get(template, "{}").format(problem.answer)
+    return ANSWER_FORMS.get(template, "{}").format(problem.answer)
 
 
 @dataclass(frozen=True)
