@@ -20,7 +20,7 @@ middle of each piece is tabulated, and only the small change of log r within it 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -84,23 +84,18 @@ class Divergence:
         f: its generator, `f(u, u−1)`.
         closed_form: its Band, the ratios r with g(p, r) = δ, [T]: the upper at most 1/p, the lower not yet clamped at
             0; None for the generic solver.
-        solve_float32: the same from float32 log-probs to float32 ratios, for many tokens; None where `solve` is used.
+        solve_float32: the same from float32 log-probs to float32 ratios, for many tokens; None to use the other.
     """
 
     f: Generator
     closed_form: Callable[[TokenProbs, float], RatioBounds] | None = None
     solve_float32: Callable[[Array, float], RatioBounds] | None = None
 
-    def solve(self, tokens: TokenProbs, delta: float) -> RatioBounds:
-        """Return the Band of `closed_form`, or of the generic solver."""
-        return self.closed_form(tokens, delta) if self.closed_form else solve_generic(self.f, tokens, delta)
-
 
 def find_divergence(name: str) -> Divergence:
     """Return the divergence of that name, or one with a custom f for `module:function`.
 
-    Raises:
-        ConfigError: there is no divergence of that name, or the custom f is not usable.
+    Raise ConfigError if there is no divergence of that name, or the custom f is not usable.
     """
     if name in DIVERGENCES:
         divergence: Divergence = load_attribute(DIVERGENCES[name].divergence)
@@ -192,6 +187,7 @@ def logprob_bounds(x: Array, divergence: str, delta: float, max_ratio: float | N
         return RatioBounds(*(bound.to(x.device) for bound in on_cpu))
     entry, xp, flat, dtype = find_divergence(divergence), namespace(x), x.reshape(-1), output_dtype(x)
     lower, upper = xp.empty_like(flat, dtype=dtype), xp.empty_like(flat, dtype=dtype)
+    solve = entry.closed_form or partial(solve_generic, entry.f)
     in_float32 = entry.solve_float32 if dtype == xp.float32 and len(flat) >= MIN_TOKENS_FOR_TABLE else None
     with no_grad_no_warnings(x):
         for part in blocks(flat):
@@ -200,7 +196,7 @@ def logprob_bounds(x: Array, divergence: str, delta: float, max_ratio: float | N
                 roots = in_float32(logp, delta)
             else:
                 logp = xp.clip(cast(flat[part], xp.float64), None, 0.0)
-                roots = entry.solve(TokenProbs(xp.nan_to_num(logp, nan=0.0, neginf=-math.inf)), delta)
+                roots = solve(TokenProbs(xp.nan_to_num(logp, nan=0.0, neginf=-math.inf)), delta)
             limits = xp.clip(roots.lower, 0.0, 1.0), xp.clip(roots.upper, 1.0, max_ratio)
             for result, bound in zip((lower, upper), limits, strict=True):
                 # maximum propagates a NaN of either argument; otherwise log p ≤ 0 never exceeds a bound.
