@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 from safetensors.numpy import save_file
 
+from bandpo_cli.cli.console import Console
 from bandpo_cli.cli.sweep import SweepView
 from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.storage.run_folder import RunFolder
