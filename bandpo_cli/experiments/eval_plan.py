@@ -27,14 +27,7 @@ from bandpo_cli.storage.checkpoints import (
     run_layers,
 )
 from bandpo_cli.storage.files import file_digest
-from bandpo_cli.storage.run_folder import (
-    RECORD_FILE,
-    SAMPLES_FILE,
-    EvalFolder,
-    RunFolder,
-    find_run,
-    timestamped,
-)
+from bandpo_cli.storage.run_folder import SAMPLES_FILE, EvalFolder, RunFolder, find_run, timestamped
 from bandpo_cli.storage.run_record import read_record
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
 from bandpo_cli.tasks.question_answers import hub_ids, question_key
@@ -232,7 +225,7 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
     Raises UserError if the record is damaged, or the model or the samples have changed or are missing.
     """
     add_code_folder(folder.path)
-    record, complete = read_record(folder.path / RECORD_FILE), folder.samples_path.exists()
+    record, complete = read_record(folder.path / folder.marker), folder.samples_path.exists()
     try:
         samples, model = record["samples"], record["model"]
         layers = [record["config"], {"tracking": tracking or {}}]

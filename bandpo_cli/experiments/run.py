@@ -30,14 +30,7 @@ from bandpo_cli.experiments.record import close_record, copy_parent, cut_back, l
 from bandpo_cli.experiments.resume_and_fork import CHANGEABLE_SETTINGS, RESOLVED, locked_resume, plan_fork
 from bandpo_cli.grading.pool import failure_warnings
 from bandpo_cli.paths import cached_commit, given_path
-from bandpo_cli.processes.ranks import (
-    Ranks,
-    check_same_on_all,
-    connected_ranks,
-    is_gpu,
-    is_main_process,
-    lost_rank_errors,
-)
+from bandpo_cli.processes.ranks import Ranks, connected_ranks, is_gpu, is_main_process, lost_rank_errors
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RunFolder
 from bandpo_cli.storage.run_record import describe_environment, keep_code
@@ -175,7 +168,7 @@ def start_run(
     loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable, on_estimate)
     config = with_values(config, {key: attrgetter(key)(loaded) for key in CHOSEN_AT_START})
     if components.ranks.size > 1:
-        check_same_on_all(components.ranks, repr(config), str(plan.step))
+        components.ranks.check_same(repr(config), str(plan.step))
     if plan.step >= 0:  # a new run has the initial weights
         load_state(plan, config, components)
     return events, config, components
