@@ -130,10 +130,9 @@ def plan_evaluation(
     runs_dir: Path | str = "runs",
     **options: Unpack[EvalOptions],
 ) -> EvalPlan:
-    """Check everything that can be checked without torch, and load the problems; the arguments are as for `evaluate`.
+    """Check everything that can be checked without torch, and load the problems.
 
-    `base` are settings that the options override. Raises UserError if there is no such model, task or file, or a
-    setting cannot be used.
+    `base` are settings that the options override; the other arguments are as for `evaluate`.
     """
     n, k = options.get("n"), options.get("k")
     tasks = [tasks] if isinstance(tasks, str) else tasks
@@ -221,8 +220,6 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
     """Return the plan that the evaluation in `folder` was made from, with other settings of `tracking` only.
 
     An evaluation that has all its completions is scored again, and needs neither its model nor its samples file.
-
-    Raises UserError if the record is damaged, or the model or the samples have changed or are missing.
     """
     add_code_folder(folder.path)
     record, complete = read_record(folder.path / folder.marker), folder.samples_path.exists()
