@@ -23,13 +23,7 @@ from bandpo_cli.cli.train_view import sample_text, settings_rows
 from bandpo_cli.config.layers import setting_text, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.experiments.memory_check import (
-    GIB,
-    describe_memory,
-    memory_of_task,
-    memory_report,
-    saving_advice,
-)
+from bandpo_cli.experiments.memory_check import describe_memory, memory_of_task, memory_report, saving_advice
 from bandpo_cli.experiments.monitor import advice
 from bandpo_cli.experiments.plan import Plan
 from bandpo_cli.experiments.trials import ProbeReport, dry_run, probe, try_graders
@@ -74,13 +68,12 @@ def print_dry_run(console: Console, plan: Plan) -> None:
     """
     config, task = plan.pinned, plan.task
     assert task is not None  # only a resume can be without problems
-    for trial in try_graders(config, task) if is_main_process() else ():
-        problem, grade = trial.problem, trial.grade
-        dummy = f"the dummy completion {trial.completion!r:.80}"
+    for problem, completion, grade, warnings in try_graders(config, task) if is_main_process() else ():
+        dummy = f"the dummy completion {completion!r:.80}"
         dummy += f" for the reference {problem.answer!r:.80}" if problem.answer else ""
         reward = f"reward {grade.reward:g}" if grade.has_reward else "without a reward (None or NaN)"
         console.print_rows([("grader", f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}")], 10)
-        console.print_warnings(trial.warnings)
+        console.print_warnings(warnings)
     with ExitStack() as stack:
         view = stack.enter_context(closing(ExperimentView(console)))
 
@@ -129,7 +122,7 @@ def print_memory(console: Console, config: RunConfig, estimate: MemoryEstimate) 
     for phase, components in phases.items():
         for name, size in components.items():
             if size:
-                table.add_row(name, f"{size / GIB:,.2f}", phase)
+                table.add_row(name, f"{size / 2**30:,.2f}", phase)
     console.print(table, highlight=False)
     fits = "fits" if estimate.fits else f"too much; {saving_advice(config, estimate)}"
     heading = "" if estimate.fits else "warning:"
@@ -138,7 +131,7 @@ def print_memory(console: Console, config: RunConfig, estimate: MemoryEstimate) 
         without = {"model": config.model.model_copy(update={"lora": None})}
         peak = memory_report(config.model_copy(update=without), estimate.ranks).peak
         trained = f"{estimate.trained / 1e6:,.1f}M of {estimate.parameters / 1e6:,.1f}M parameters"
-        line = f"trains {trained}; training all weights takes {peak / GIB:,.1f} GiB at the peak"
+        line = f"trains {trained}; training all weights takes {peak / 2**30:,.1f} GiB at the peak"
         console.print_rows([("LoRA", line)], 10)
 
 

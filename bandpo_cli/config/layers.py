@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import reduce
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -40,6 +40,8 @@ Layer = Mapping[str, Any]
 MERGE_TAG = "tag:yaml.org,2002:merge"
 """The tag of the key `<<`, whose value is a mapping, or a list of mappings, to take entries from."""
 
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 Settings = Layer | RunConfig | Iterable[Layer | RunConfig]
 """Settings in Python: a dictionary, whose keys may be dotted ({"optim.lr": 1e-4}); a `RunConfig`, which has a value for
@@ -206,6 +208,15 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
         if all(attrgetter(key)(config) == value for key, value in values.items()):
             return config
     return resolve([config, values])
+
+
+def copy_values(config: SectionT, other: SectionT, keys: Iterable[str]) -> SectionT:
+    """Return the settings with the values that `other` has for these dotted settings, which are valid already."""
+    changed: dict[str, Any] = {}
+    for name, _, rest in (key.partition(".") for key in keys):
+        own, value = changed.get(name, getattr(config, name)), getattr(other, name)
+        changed[name] = copy_values(own, value, [rest]) if rest else value
+    return config.model_copy(update=changed)
 
 
 def _set_nested(section: dict[str, Any], path: str, value: Any, where: str) -> None:

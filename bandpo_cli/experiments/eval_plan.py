@@ -27,14 +27,7 @@ from bandpo_cli.storage.checkpoints import (
     run_layers,
 )
 from bandpo_cli.storage.files import file_digest
-from bandpo_cli.storage.run_folder import (
-    RECORD_FILE,
-    SAMPLES_FILE,
-    EvalFolder,
-    RunFolder,
-    find_run,
-    timestamped,
-)
+from bandpo_cli.storage.run_folder import SAMPLES_FILE, EvalFolder, RunFolder, find_run, timestamped
 from bandpo_cli.storage.run_record import read_record
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
 from bandpo_cli.tasks.question_answers import hub_ids, question_key
@@ -137,10 +130,9 @@ def plan_evaluation(
     runs_dir: Path | str = "runs",
     **options: Unpack[EvalOptions],
 ) -> EvalPlan:
-    """Check everything that can be checked without torch, and load the problems; the arguments are as for `evaluate`.
+    """Check everything that can be checked without torch, and load the problems.
 
-    `base` are settings that the options override. Raises UserError if there is no such model, task or file, or a
-    setting cannot be used.
+    `base` are settings that the options override; the other arguments are as for `evaluate`.
     """
     n, k = options.get("n"), options.get("k")
     tasks = [tasks] if isinstance(tasks, str) else tasks
@@ -228,11 +220,9 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
     """Return the plan that the evaluation in `folder` was made from, with other settings of `tracking` only.
 
     An evaluation that has all its completions is scored again, and needs neither its model nor its samples file.
-
-    Raises UserError if the record is damaged, or the model or the samples have changed or are missing.
     """
     add_code_folder(folder.path)
-    record, complete = read_record(folder.path / RECORD_FILE), folder.samples_path.exists()
+    record, complete = read_record(folder.path / folder.marker), folder.samples_path.exists()
     try:
         samples, model = record["samples"], record["model"]
         layers = [record["config"], {"tracking": tracking or {}}]

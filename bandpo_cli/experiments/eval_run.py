@@ -124,10 +124,7 @@ def evaluate(
         callbacks: receive the events of `callbacks.Callback`, on rank 0 alone.
         options: see `EvalOptions`.
 
-    Raises:
-        UserError: the name is taken, a setting cannot be used, or the model cannot be loaded; nothing has been written.
-        RunError: the device has not enough memory, the engine failed, or (`GraderFailedError`) every answer is a grader
-            error; graded completions are stored.
+    After a RunError, such as `GraderFailedError` if every answer is a grader error, graded completions are stored.
     """
     plan, runs_dir = model, given_path(runs_dir)
     if not isinstance(plan, EvalPlan):

@@ -86,10 +86,6 @@ def export_verl(
     Args:
         changes: lines of `verl_files.settings_for_cluster`, for README.md.
         allow_differences: export settings that verl computes differently, with verl's own; README.md lists them.
-
-    Raises:
-        ConfigError: verl cannot run the configuration, or computes something differently and that is not allowed.
-        UserError: the folder exists, or cannot be written.
     """
     import pyarrow.parquet
 
@@ -156,10 +152,6 @@ def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") ->
 
     Adapters are merged into the weights as they are for the sampler during training. Of a run that trains all weights,
     the files of the checkpoint are copied. `model` is a run (NAME or NAME@STEP), or an adapter folder of peft.
-
-    Raises:
-        UserError: there is no such run or folder, the model cannot be loaded, or `out` exists or cannot be written.
-        RunError: there is not enough memory for the model.
     """
     out = Path(out)
     if path_exists(out) or out.is_symlink():
@@ -215,10 +207,6 @@ def import_verl(
         name: name of the run folder; None for the name of the job's folder.
         uri: MLflow server or store; None for MLFLOW_TRACKING_URI, the settings of the job, or its mlflow.db.
         run_id: the MLflow run; None for the last one with the name of the job's folder.
-
-    Raises:
-        UserError: the folder is no exported job, MLflow has no such run, or the name is taken.
-        RunError: the store does not answer.
     """
     job, runs_dir = Path(job), given_path(runs_dir)
     if not path_exists(job / CONFIG_FILE):
@@ -322,10 +310,6 @@ def sync(
         trackers: empty for the trackers of each run's settings, and MLflow for a run in `names` that has none.
         uri: MLflow server or store; None for the one of each run's settings.
         callbacks: `start` has the folder of each run once per tracker; `phase("tracking")` and `step` come for each.
-
-    Raises:
-        RunError: a store could not be reached or did not accept a run.
-        UserError: there is no such run, a run folder is damaged, or a tracker cannot be used.
     """
     for name in {*trackers} - {MLFLOW}:
         tracker_class(name)

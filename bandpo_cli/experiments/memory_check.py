@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from bandpo_cli.models.memory_estimate import MemoryEstimate
     from bandpo_cli.tasks.task import Task
 
-GIB = 2**30
 _FREE_GPU = "end the other processes (nvidia-smi lists them) or choose another GPU with CUDA_VISIBLE_DEVICES"
 
 _LONGEST_TEXTS = 64
@@ -143,8 +142,7 @@ def check_memory(
         log.info("%s", error)
         return config
     # The rank with the least memory chooses for all.
-    usable = [estimate.device.usable for _, estimate in estimates]
-    estimated, estimate = estimates[usable.index(min(usable))]
+    estimated, estimate = min(estimates, key=lambda of_rank: of_rank[1].device.usable)
     is_reported = estimate.device.on_gpu or estimate.chosen or not estimate.fits
     if is_reported and on_estimate is None and ranks.is_main:
         (log.info if estimate.fits else log.warning)("%s", line(estimated, estimate))
@@ -174,7 +172,7 @@ def describe_memory(estimate: MemoryEstimate) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB"
+    return f"{size / 2**30:,.1f} GiB"
 
 
 def saving_advice(

@@ -128,8 +128,6 @@ def plan_training(
 
     `name` is the name of the run folder; None for method, task, seed and time. `ranks` is the number of processes; None
     for those that torchrun has started, 1 without it.
-
-    Raises UserError if a setting cannot be used, the name is taken, or nothing can be written to `runs_dir`.
     """
     task_name = re.sub(r"[^A-Za-z0-9_.+=-]+", "-", config.task.title)[:60]
     default = timestamped(f"{config.bounds.slug()}-{task_name}-s{config.seed}")

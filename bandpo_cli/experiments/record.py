@@ -19,12 +19,7 @@ from bandpo_cli.experiments.plan import Fork, Plan
 from bandpo_cli.paths import path_exists, relative_to_cwd
 from bandpo_cli.processes.ranks import is_main_process
 from bandpo_cli.results import summary_fields
-from bandpo_cli.storage.checkpoints import (
-    copy_checkpoint,
-    prune_checkpoints,
-    remove_checkpoints_after,
-    remove_tree,
-)
+from bandpo_cli.storage import checkpoints
 from bandpo_cli.storage.files import remove_temporary_files
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import PARENT, iterate_forks, keep_code, last_change
@@ -54,9 +49,9 @@ def copy_parent(fork: Fork, folder: RunFolder) -> dict[str, object]:
     checkpoint = fork.run.checkpoint_dir(step)
     try:
         folder.begin_with(fork.run, step)
-        copy_checkpoint(checkpoint, folder.checkpoint_dir(step), fork.progress, fork.keeps_batch)
+        checkpoints.copy_checkpoint(checkpoint, folder.checkpoint_dir(step), fork.progress, fork.keeps_batch)
     except (OSError, UserError) as error:
-        remove_tree(folder.path)
+        checkpoints.remove_tree(folder.path)
         damage = RunError(f"{checkpoint}: cannot be copied: {error}")
         raise (damage if path_exists(checkpoint) else _removed(checkpoint)) from error
     path = fork.run.path.absolute()
@@ -70,9 +65,9 @@ def cut_back(folder: RunFolder, config: RunConfig, step: int, env: dict[str, Any
     (folder.path / "summary.json").unlink(missing_ok=True)
     remove_temporary_files(folder.path / "plots")
     # Checkpoints first: after a kill in between, a checkpoint ahead of the record would mean that lines are missing.
-    remove_checkpoints_after(folder, step)
+    checkpoints.remove_checkpoints_after(folder, step)
     folder.roll_back(step)
-    prune_checkpoints(folder, config.checkpoint)
+    checkpoints.prune_checkpoints(folder, config.checkpoint)
     keep_code(config.model_dump_json(), folder.path)  # of callbacks that are new
     folder.write_config(to_yaml(config))
     when = datetime.now(UTC).isoformat(timespec="seconds")

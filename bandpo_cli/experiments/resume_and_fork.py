@@ -111,7 +111,7 @@ def plan_fork(
     name: str | None = None,
     ranks: int | None = None,
 ) -> Plan:
-    """Plan a fork; `ranks` is as for `plan_training`. Raises UserError as `run.fork`."""
+    """Plan a fork; `ranks` is as for `plan_training`."""
     runs_dir = given_path(runs_dir)
     point = fork_point(run, runs_dir)
     config = resolve([*point.layers, *as_layers(settings)])
@@ -148,7 +148,7 @@ def plan_fork(
 
 
 def fork_point(text: str, runs_dir: Path) -> ForkPoint:
-    """Return the checkpoint that RUN or RUN@STEP means, the last complete one. Raises UserError as `run.fork`."""
+    """Return the checkpoint that RUN or RUN@STEP means, the last complete one."""
     match = find_run(text, runs_dir)
     if match is None:
         raise not_found("run", text.rpartition("@")[0] or text, runs_dir, RunFolder.marker)
@@ -191,7 +191,7 @@ def locked_resume(
 
 
 def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Path("runs")) -> Plan:
-    """Return how the run in `folder` continues with changed settings, `layers`. Raises UserError as `run.resume`."""
+    """Return how the run in `folder` continues with changed settings, `layers`."""
     name, path, command = folder.name, folder.path, shell_command("train --resume", folder.path, runs_dir)
     config_path = path / "config.yaml"
     again, parent = f"start a new run: bandpo train --config {config_path}", read_parent(path)

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.batch_and_sampling import resolve_engine, use_expandable_segments
-from bandpo_cli.config.layers import CHOSEN_AT_START, Settings, as_layers, resolve, to_yaml, with_values
+from bandpo_cli.config.layers import CHOSEN_AT_START, Settings, as_layers, copy_values, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import GraderFailedError, RunError, closed_at_end, exits_as_errors, log, user_code
@@ -30,14 +29,7 @@ from bandpo_cli.experiments.record import close_record, copy_parent, cut_back, l
 from bandpo_cli.experiments.resume_and_fork import CHANGEABLE_SETTINGS, RESOLVED, locked_resume, plan_fork
 from bandpo_cli.grading.pool import failure_warnings
 from bandpo_cli.paths import cached_commit, given_path
-from bandpo_cli.processes.ranks import (
-    Ranks,
-    check_same_on_all,
-    connected_ranks,
-    is_gpu,
-    is_main_process,
-    lost_rank_errors,
-)
+from bandpo_cli.processes.ranks import Ranks, connected_ranks, is_gpu, is_main_process, lost_rank_errors
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RunFolder
 from bandpo_cli.storage.run_record import describe_environment, keep_code
@@ -82,9 +74,6 @@ def resume(
 
     Steps after the checkpoint are removed once the model and its state are loaded, not before. `settings` changes some
     of `CHANGEABLE_SETTINGS`; `{"steps": n}` trains further. The rest is as for `train`.
-
-    Raises UserError if the run is complete or imported from verl, its record is damaged, or a setting was given that
-    cannot change.
     """
     with locked_resume(run, runs_dir, settings) as plan:
         return run_plan(plan, callbacks, stop_requested)
@@ -102,8 +91,6 @@ def fork(
 
     `run` is RUN or RUN@STEP. RUN is a name in `runs_dir` or a folder, and means its last complete checkpoint.
     `settings` changes the settings of RUN. The rest is as for `train`.
-
-    Raises UserError if there is no such checkpoint, or a setting cannot be used or cannot be changed.
     """
     return run_plan(plan_fork(run, settings, runs_dir, name), callbacks, stop_requested)
 
@@ -119,15 +106,9 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
             the run ends with status KILLED.
 
     Returns the folder, the status (FINISHED or KILLED) and the lines of metrics.jsonl, the same on every rank. A run
-    that a criterion of `stop` or a callback has ended is FINISHED.
-
-    Raises:
-        UserError: a setting cannot be used, the model or the checkpoint cannot be loaded, or the run needs more memory
-            than its GPU has; nothing has been written.
-        RunError: the device has not enough memory, the disk is full, an update is not finite, or (`GraderFailedError`)
-            every answer of a step or an evaluation is a grader error. The record is closed and `end` has been called
-            with status FAILED.
-        LostRankError: the process of another rank has ended; a RunError.
+    that a criterion of `stop` or a callback has ended is FINISHED. After a RunError the record is closed, and `end` has
+    been called with status FAILED: the memory or the disk is full, an update is not finite, every answer of a step is a
+    grader error (`GraderFailedError`), or the process of another rank has ended (`LostRankError`).
     """
     with ExitStack() as stack:
         events, config, components = start_run(plan, callbacks, stack)
@@ -173,9 +154,9 @@ def start_run(
         return events, config, None
     changeable = CHANGEABLE_SETTINGS if plan.is_resume else None
     loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable, on_estimate)
-    config = with_values(config, {key: attrgetter(key)(loaded) for key in CHOSEN_AT_START})
+    config = copy_values(config, loaded, CHOSEN_AT_START)
     if components.ranks.size > 1:
-        check_same_on_all(components.ranks, repr(config), str(plan.step))
+        components.ranks.check_same(repr(config), str(plan.step))
     if plan.step >= 0:  # a new run has the initial weights
         load_state(plan, config, components)
     return events, config, components

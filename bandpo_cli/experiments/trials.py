@@ -41,18 +41,11 @@ TRIAL_TOKENS = 8192
 on a CPU, and those of small models long enough to be timed."""
 
 
-@dataclass(frozen=True)
-class GraderTrial:
-    """The grade of a dummy completion for `problem`, and reasons to expect wrong grades, one line each."""
+def try_graders(config: RunConfig, task: Task) -> Iterator[tuple[Problem, str, Grade, list[str]]]:
+    """Yield a problem of every grader, a dummy completion, its grade, and reasons to expect wrong grades.
 
-    problem: Problem
-    completion: str
-    grade: Grade
-    warnings: tuple[str, ...]
-
-
-def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
-    """Yield a trial of every grader of the training problems; raise ConfigError if it fails. Imports no torch."""
+    Raise ConfigError if a grader fails. Imports no torch.
+    """
     with GraderPool(config.grading) as pool:
         for name, problems in problems_by_grader(task.train_problems(), config.task.rewards).items():
             errors = [problem_error(name, problem) for problem in problems] if name in GRADERS else [None]
@@ -71,7 +64,7 @@ def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
             if name in GRADERS and grade == MALFORMED:
                 form = "an answer in the form that task.template asks for"
                 warnings.append(f"grader '{name}' does not read {form}")
-            yield GraderTrial(problem, completion, grade, tuple(warnings))
+            yield problem, completion, grade, warnings
 
 
 class _NotLoadedError(Exception):
