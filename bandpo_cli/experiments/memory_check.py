@@ -142,7 +142,8 @@ def check_memory(
         log.info("%s", error)
         return config
     # The rank with the least memory chooses for all.
-    estimated, estimate = min(estimates, key=lambda of_rank: of_rank[1].device.usable)
+    usable = [estimate.device.usable for _, estimate in estimates]
+    estimated, estimate = estimates[usable.index(min(usable))]
     is_reported = estimate.device.on_gpu or estimate.chosen or not estimate.fits
     if is_reported and on_estimate is None and ranks.is_main:
         (log.info if estimate.fits else log.warning)("%s", line(estimated, estimate))
