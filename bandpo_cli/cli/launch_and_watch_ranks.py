@@ -84,11 +84,6 @@ class RankError:
     received: bool = False
 
 
-def prints_errors() -> bool:
-    """Return whether this process prints its error: rank 0 does, unless the parent process prints it for all ranks."""
-    return is_main_process() and launched_ranks() is None
-
-
 class RankWarnings(logging.Handler):
     """Reports the warnings of a rank, each text once: to the launcher; with torchrun rank 0 prints its own."""
 

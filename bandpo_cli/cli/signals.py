@@ -86,7 +86,8 @@ class StopSignals(CallbackBase):
         if threading.current_thread() is threading.main_thread():
             handlers: dict[int, Any] = dict.fromkeys(stop_signals(), self._handle)
             if launched_ranks() is not None:
-                handlers = dict.fromkeys(handlers, _ignore) | dict.fromkeys(FORWARDED, self._handle)
+                # Unlike SIG_IGN, a function is not inherited by the programs that this process starts.
+                handlers = dict.fromkeys(handlers, lambda *_: None) | dict.fromkeys(FORWARDED, self._handle)
             self._stack.enter_context(signal_handlers(handlers))
         return self
 
@@ -121,10 +122,6 @@ def write_line(line: str) -> None:
     """Write a line to standard error from a handler. print() would find its buffer locked if a signal interrupts it."""
     with suppress(OSError):  # of a terminal that was closed
         os.write(2, f"{line}\n".encode())
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing. Unlike SIG_IGN, a function is not inherited by the programs that this process starts."""
 
 
 def handle_forwarded_signals() -> None:
