@@ -3,10 +3,12 @@
 import errno
 import json
 import logging
+import math
 import os
 import re
 import sys
 import textwrap
+import time
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -214,6 +216,7 @@ class ExperimentView(CallbackBase):
     def __init__(self, console: Console, runs_dir: Path = Path("runs")) -> None:
         self.console, self.runs_dir = console, runs_dir
         self.in_progress = False
+        self.printed_at = -math.inf  # the last line of progress, by `time.monotonic`
         self._status: Status | None = None
         self._live: Live | None = None
 
@@ -227,6 +230,11 @@ class ExperimentView(CallbackBase):
     def line(self) -> str | None:
         """Return the progress since the last line for a file; None if it is too early for another line."""
         raise NotImplementedError
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a file gets a line in any case, since the last one was `LINE_SECONDS` ago."""
+        return time.monotonic() >= self.printed_at + LINE_SECONDS
 
     def print_start(self, folder: Path | None, heading: str, notes: Iterable[str] = ()) -> None:
         """Print the notes and the folder of the experiment."""
@@ -258,6 +266,7 @@ class ExperimentView(CallbackBase):
     def update_progress(self) -> None:
         """Print a line if one is due. A terminal shows the current state in any case."""
         if self.in_progress and self._live is None and (text := self.line()) is not None:
+            self.printed_at = time.monotonic()
             self.console.print_line(text)
 
     def stop_progress(self) -> None:

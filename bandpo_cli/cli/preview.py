@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -11,14 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.text import Text
 
-from bandpo_cli.cli.console import (
-    LINE_SECONDS,
-    Console,
-    ExperimentView,
-    format_duration,
-    make_table,
-    open_console,
-)
+from bandpo_cli.cli.console import Console, ExperimentView, format_duration, make_table, open_console
 from bandpo_cli.cli.train_view import sample_text, settings_rows
 from bandpo_cli.config.layers import setting_text, to_yaml
 from bandpo_cli.config.run import RunConfig
@@ -147,17 +139,15 @@ def run_probe(plan: Plan, runs_dir: Path, size: int) -> None:
             "grade": "grading …",
         }
         view.spinners |= dict.fromkeys(("logprobs", "update"), "a trial step …")
-        sampling, printed = view.spinners["sample"], -math.inf
+        sampling = view.spinners["sample"]
 
         def show_progress(done: int, total: int, seconds: float) -> None:
-            nonlocal printed
             left = f"{done} of {plural(total, 'problem')} sampled, about {format_duration(seconds)} left"
             view.spinners = {**view.spinners, "sample": f"{sampling} {left}"}
-            is_due = not console.is_terminal and time.monotonic() > printed + LINE_SECONDS
-            if is_due and done < total:
+            if view.is_overdue and not console.is_terminal and done < total:
                 view.spin(None)
                 console.print_rows([("probe", f"{left}, then a trial step")], 10)
-                printed = time.monotonic()
+                view.printed_at = time.monotonic()
 
         report = probe(plan, [view], size, show_progress)
     print_results(console, plan.config, report)

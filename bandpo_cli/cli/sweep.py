@@ -17,14 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.console import (
-    LINE_SECONDS,
-    Console,
-    ExperimentView,
-    format_duration,
-    make_table,
-    open_console,
-)
+from bandpo_cli.cli.console import Console, ExperimentView, format_duration, make_table, open_console
 from bandpo_cli.cli.report import print_report
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.errors import RunError, SignalExit, UserError, plural
@@ -206,7 +199,7 @@ class SweepView(ExperimentView):
         super().__init__(console, runs_dir)
         self._info: SweepInfo | None = None
         self._states: States = {}
-        self._start = self._next_line = 0.0
+        self._start = 0.0
         self._ended = -1
 
     def start(self, info: SweepInfo) -> None:
@@ -294,11 +287,11 @@ class SweepView(ExperimentView):
         return table
 
     def line(self) -> str | None:
-        """Return a line if a run has ended since the last line, or `LINE_SECONDS` have passed."""
+        """Return a line if a run has ended since the last line, or it was long ago."""
         ended = sum(state.status in ("finished", "failed", "stopped") for state in self._states.values())
-        if ended == self._ended and time.monotonic() < self._next_line:
+        if ended == self._ended and not self.is_overdue:
             return None
-        self._ended, self._next_line = ended, time.monotonic() + LINE_SECONDS
+        self._ended = ended
         states = self._states.items()
         running = [f"{name} {run.step}/{run.steps}" for name, run in states if run.status == "running"]
         return self._counts_text() + (f"  running: {', '.join(running)}" if running else "")
