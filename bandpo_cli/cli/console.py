@@ -77,11 +77,8 @@ def protect_streams() -> None:
             setattr(sys, name, SafeStream(stream))
 
 
-LINE_SECONDS = 60.0
-"""Seconds after which a log file gets a line of progress in any case."""
-
-PLAIN_LINES = 20
-"""Approximate number of progress lines in a log file, however long the run or the evaluation."""
+LINE_SECONDS = 60.0  # seconds after which a log file gets a line of progress in any case
+PLAIN_LINES = 20  # approximate number of progress lines in a log file, however long the run or the evaluation
 
 CONTINUES = "warning: nothing reads the output of this command any more; it continues without it"
 

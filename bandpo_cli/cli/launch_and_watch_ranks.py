@@ -51,16 +51,13 @@ if TYPE_CHECKING:
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the file for the error of a rank; torchrun prints its content in its report."""
 
-POLL_INTERVAL_S = 0.1
-"""Seconds between two polls of the ranks."""
+POLL_INTERVAL_S = 0.1  # seconds between two polls of the ranks
 
 ENDING_S = 15.0
 """Seconds after the error of a rank in which the others can notice it and write the run's summary. Then they are
 killed: a rank that waits for another one on a GPU notices nothing."""
 
-OTHERS_S = 5.0
-"""Seconds after the end of rank 0 in which the others can end: they have nothing left to write."""
-
+OTHERS_S = 5.0  # seconds after the end of rank 0 in which the others can end: they have nothing left to write
 WARNING_S = 2.0  # that a warning of another rank waits for the same one of rank 0, which prints its own
 MAX_WARNING_CHARS = 100_000  # of the warnings of a rank that are read: more is a flood
 

@@ -18,8 +18,7 @@ from bandpo_cli.paths import path_exists, read_json_object, relative_to_cwd
 if TYPE_CHECKING:
     from bandpo_cli.reports.compare_variants import Metric, Report
 
-_WIDE = 110
-"""Width of a terminal from which on a mean and its interval are on one line, in columns."""
+_WIDE = 110  # width of a terminal from which on a mean and its interval are on one line, in columns
 
 
 @opt.documented

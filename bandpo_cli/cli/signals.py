@@ -13,8 +13,7 @@ from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.errors import SignalExit, signal_name
 from bandpo_cli.processes.ranks import is_main_process, launched_ranks, rank_count
 
-STOPPED = "stopped"
-"""Printed where a signal ends the program at once."""
+STOPPED = "stopped"  # printed where a signal ends the program at once
 
 _REPEATED: dict[int, int] = {signal.SIGPROF: signal.SIGINT, signal.SIGIO: signal.SIGTERM}
 FORWARDED: Mapping[int, int] = {signal.SIGUSR2: signal.SIGINT, signal.SIGVTALRM: signal.SIGTERM, **_REPEATED}

@@ -35,8 +35,7 @@ from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.tasks.task import Task, build_task
 
 MAX_K = 10**6
-_MAX_STEM_CHARS = 100
-"""Largest length of the part of an evaluation's name that says what was evaluated."""
+_MAX_STEM_CHARS = 100  # largest length of the part of an evaluation's name that says what was evaluated
 _OF_TRAINING = nest({"optim.updates": 1, "objective.advantages": "group", "reward.overlong_buffer": 0})
 """Settings that could contradict those of an evaluation, where they have no effect."""
 _USED_SECTIONS = {"seed", "model", "task", "sampling", "grading", "evaluation", "tracking"}

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 _FREE_GPU = "end the other processes (nvidia-smi lists them) or choose another GPU with CUDA_VISIBLE_DEVICES"
 
-_LONGEST_TEXTS = 64
-"""Prompts whose tokens are counted to find the longest: those with the most characters."""
+_LONGEST_TEXTS = 64  # prompts whose tokens are counted to find the longest: those with the most characters
 
 
 OnEstimate = Callable[[RunConfig, "MemoryEstimate"], None]

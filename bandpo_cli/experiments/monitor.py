@@ -60,8 +60,7 @@ _SHORTEST_ANSWER = 256
 ANSWER_FORMS = {"answer-line": "Answer: {}", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
 """Final answers as the templates ask for them."""
 
-_EXCERPT = 160
-"""Characters of a completion that a warning quotes."""
+_EXCERPT = 160  # characters of a completion that a warning quotes
 
 _CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call> (or the form of its response template)'
 """The forms of a call (`sampling.conversations`)."""

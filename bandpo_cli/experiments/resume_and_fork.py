@@ -64,8 +64,7 @@ _OF_THE_PROBLEMS = ("model.", "task.", "sampling.", "evaluation.")
 _OF_THE_BATCH = ("seed", "model.", "task.", "sampling.", "grading.", "reward.", "optim.updates")
 """Settings and sections that the batches depend on which the parent has sampled ahead, and their number of updates."""
 
-RESOLVED = "resolved"
-"""The entry of env.json with what settings such as `auto` resolved to."""
+RESOLVED = "resolved"  # the entry of env.json with what settings such as `auto` resolved to
 
 _RESTORE = "restore the file from a copy, or start a new run"
 

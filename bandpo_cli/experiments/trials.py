@@ -30,11 +30,8 @@ if TYPE_CHECKING:
     from bandpo_cli.sampling.rollouts import Prompts
     from bandpo_cli.training.build import Components
 
-PROBLEMS = 32
-"""Problems that a probe samples."""
-
-PART = 4
-"""Problems of a probe after which it reports the time that the others take."""
+PROBLEMS = 32  # problems that a probe samples
+PART = 4  # problems of a probe after which it reports the time that the others take
 
 TRIAL_TOKENS = 8192
 """Completion tokens of the trial step, if one group per update has no more: the updates of larger models take a minute
