@@ -324,10 +324,8 @@ def read_metrics_table(path: Path, comparable: bool = False) -> DataFrame:
     """Return a `metrics.jsonl` as the table of `metrics`: ascending steps, of two lines of a step the last one.
 
     Values that are no numbers, and numbers from `_MAX_VALUE` on, are NaN, and with `comparable` evaluations before a
-    fork that changed what they measure. There are no rows if there is no file.
-
-    Raises:
-        UserError: a line is not a JSON object with a step that is a natural number below `_MAX_STEPS`.
+    fork that changed what they measure. There are no rows if there is no file. Raises UserError if a line is not a JSON
+    object with a step that is a natural number below `_MAX_STEPS`.
     """
     import pandas as pd
 
@@ -358,12 +356,8 @@ def samples(run: Path | str, step: int | None = None, runs_dir: Path | str = "ru
     The other columns are those of `samples/` (docs/metrics.md): `problem_id`, `prompt`, `reference`, `text`, `reward`,
     `accuracy`, `length` in tokens, `finish_reason`, `verdict`, `logprob_sum` in nats, and `reward/<name>`.
 
-    Args:
-        run: the folder of a run or an evaluation, or its name in `runs_dir`.
-        step: a step of the run; None for all steps.
-
-    Raises:
-        UserError: there is no such run or step, or a table is damaged.
+    `run` is the folder of a run or an evaluation, or its name in `runs_dir`; `step` is None for all steps of a run.
+    Raises UserError if there is no such run or step, or a table is damaged.
     """
     import pandas as pd
 
@@ -381,10 +375,8 @@ def evaluations(run: Path | str, runs_dir: Path | str = "runs") -> DataFrame:
     """Return the held-out metrics of a run, a row per step, evaluation set and metric.
 
     The columns are `step`, `set`, `metric` (`mean_at_16`, `pass_at_4`, `response_length`, ...), `value`, `low` and
-    `high`, the ends of the 95% interval over problems (NaN for one problem), `problems` and `completions`.
-
-    Raises:
-        UserError: there is no such run, or a file of `evals/` is damaged.
+    `high`, the ends of the 95% interval over problems (NaN for one problem), `problems` and `completions`. Raises
+    UserError if there is no such run, or a file of `evals/` is damaged.
     """
     import pandas as pd
 
@@ -397,10 +389,8 @@ def tokens(run: Path | str, step: int, runs_dir: Path | str = "runs") -> DataFra
     """Return the tokens of the completions of a step, a row per token, in their order.
 
     The columns are `completion` (its row among those of `samples(run, step)`), `token` (its text), `advantage` and the
-    other values of `storage.tables.TokenValues`; log-probs and entropies are in nats.
-
-    Raises:
-        UserError: there is no such run, or no undamaged table of the step (`tracking.tokens_every`).
+    other values of `storage.tables.TokenValues`; log-probs and entropies are in nats. Raises UserError if there is no
+    such run, or no undamaged table of the step (`tracking.tokens_every`).
     """
     import numpy as np
     import pandas as pd

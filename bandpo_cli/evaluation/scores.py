@@ -38,11 +38,7 @@ class Interval(NamedTuple):
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Return pass@k, the unbiased estimate 1 − C(n−c, k)/C(n, k) of P(at least one of k is correct).
 
-    Source: arXiv 2107.03374, eq. 1.
-
-    Args:
-        n: completions of the problem.
-        correct: correct completions, c.
+    n is the number of completions of the problem, c that of correct ones. Source: arXiv 2107.03374, eq. 1.
     """
     return 1.0 - comb(n - correct, k) / comb(n, k)
 
@@ -142,13 +138,10 @@ def _mean(values: NDArray[np.float64], axis: int) -> Any:
 def _win_probability(size: int, others: tuple[int, ...], abstentions: int, k: int) -> float:
     """Return the probability that an answer given by `size` completions wins the vote among k.
 
-    If the answer has m votes, every other answer has x < m votes, or m votes and ties with it; of t + 1 tied answers
-    each wins with the probability 1/(1+t). `ways` counts the ways to choose the k − m other completions, by the number
-    of ties and of completions chosen; the number of votes of each rival is added in turn.
-
-    Args:
-        others: number of completions of each other answer, sorted.
-        abstentions: completions without an answer.
+    `others` are the numbers of completions of each other answer, sorted; `abstentions` have no answer. If the answer
+    has m votes, every other answer has x < m votes, or m votes and ties with it; of t + 1 tied answers each wins with
+    the probability 1/(1+t). `ways` counts the ways to choose the k − m other completions, by the number of ties and of
+    completions chosen; the number of votes of each rival is added in turn.
     """
     n = size + sum(others) + abstentions
     # Binomial weights with p = k/n instead of binomial coefficients: they do not overflow, and the factors cancel.
@@ -232,17 +225,12 @@ class Scores:
 
 
 def score(label: str, rows: Iterable[EvalRow], k: Sequence[int]) -> Scores:
-    """Return the scores of the graded completions of one evaluation set, in any order.
+    """Return the scores of the graded completions of one evaluation set, in any order, with pass@k and maj@k for each
+    k.
 
     A metric that needs a column (length, finish reason) is left out if any completion lacks it, the mean reward if no
-    completion has a reward.
-
-    Args:
-        label: name of the set, for error messages.
-        k: values of k for pass@k and maj@k.
-
-    Raises:
-        ConfigError: there are no completions, or a problem has fewer completions than the largest k.
+    completion has a reward. Raises ConfigError, with the `label` of the set, if there are no completions, or a problem
+    has fewer completions than the largest k.
     """
     problems: dict[str, list[EvalRow]] = {}
     for row in rows:
@@ -288,13 +276,10 @@ def metric_record(scores: Mapping[str, Scores], with_intervals: bool = False) ->
 def success_histogram(shares: Iterable[float], n: int | None) -> list[tuple[str, int]]:
     """Return the number of problems per bin of the number of correct completions, with the name of each bin.
 
-    The first and the last bin are the problems that were never and always solved, on which pass@k depends most. Between
-    them each number of correct completions has a bin of its own, up to n = 16; beyond, bins have several numbers.
-
-    Args:
-        shares: the share of correct completions of each problem.
-        n: completions per problem. None where problems differ: the bins between never and always are then ten ranges of
-            the share, which include their lower edge (3 of 10 is in 0.3 – 0.4).
+    `shares` are the shares of correct completions of the problems, of `n` completions each. The first and the last bin
+    are the problems that were never and always solved, on which pass@k depends most. Between them each number of
+    correct completions has a bin of its own, up to n = 16; beyond, bins have several numbers. Where problems differ in
+    n, which is then None, they are ten ranges of the share, which include their lower edge (3 of 10 is in 0.3 – 0.4).
     """
     values = [*shares]
     if n is None:

@@ -66,13 +66,9 @@ MACHINE = {
 def settings_for_cluster(
     run: str, layers: Sequence[Layer] = (), runs_dir: Path | str = "runs"
 ) -> tuple[RunConfig, list[str]]:
-    """Return the settings of a run for a job on GPUs, and a line for each of `MACHINE` that changed.
+    """Return the settings of a run for a job on GPUs, and a line for each of `MACHINE` that changed; `layers` win.
 
-    Args:
-        layers: further settings, which win.
-
-    Raises:
-        UserError: there is no such run.
+    Raises UserError if there is no such run.
     """
     from bandpo_cli.storage.run_folder import RunFolder
 

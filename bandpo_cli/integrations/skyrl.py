@@ -13,16 +13,10 @@ from bandpo_cli.integrations import band_losses
 
 
 def register(*, divergence: str = "kl", delta: float = 0.05, max_ratio: float | None = 10.0) -> None:
-    """Register the policy loss `band` with these settings; call it before `validate_cfg`.
+    """Register the policy loss `band` with these settings of the Band; call it before `validate_cfg`.
 
-    SkyRL sends the registered function to its workers, where bandpo_cli must be installed.
-
-    Args:
-        divergence, delta, max_ratio: the settings of the Band, as in `bandpo_cli.bounds.band_bounds`.
-
-    Raises:
-        ConfigError: a setting is invalid.
-        ValueError: SkyRL has a policy loss `band` already.
+    SkyRL sends the registered function to its workers, where bandpo_cli must be installed. Raises ConfigError if a
+    setting is invalid, and ValueError if SkyRL has a policy loss `band` already.
     """
     band_bounds([-1.0], divergence, delta, max_ratio)  # reports an invalid setting now, not in a worker
     PolicyLossRegistry.register(

@@ -104,10 +104,8 @@ def read_runs(
 ) -> RunTables:
     """Return the runs from step `start` on: the evaluation there, and the steps after it.
 
-    A run that has reached a budget is finished on any axis but steps, and with `with_budgets` on that one, too.
-
-    Raises:
-        UserError: two runs of a variant have the same seed, or a record does not have the metric of the axis.
+    A run that has reached a budget is finished on any axis but steps, and with `with_budgets` on that one, too. Raises
+    UserError if two runs of a variant have the same seed, or a record does not have the metric of the axis.
     """
     excluded: list[ExcludedRun] = []
     finished: dict[str, dict[int, _Record]] = {}
@@ -139,11 +137,7 @@ def read_runs(
 
 
 def amounts_of(table: pd.DataFrame, axis: Axis, folder: Path) -> pd.Series[float]:
-    """Return what a run has taken on an axis by step, from its metrics.
-
-    Raises:
-        UserError: the record has no such metric.
-    """
+    """Return what a run has taken on an axis by step. Raises UserError if its metrics do not have it."""
     if axis == STEP:
         return table.index.to_series().astype(float)
     amounts = _column(table, axis.key)
@@ -230,10 +224,8 @@ def at_axis(
 ) -> NDArray[np.float64]:
     """Return the values of a curve at points of an axis, [N], linear between the steps that have a value.
 
-    Args:
-        curve: values by step; NaN for a step without one.
-        axis: what the run has taken by step, such as its sampled tokens; it has a value at each step of the curve.
-        points: [N], on the axis; a point before the first or after the last value of the curve has NaN.
+    `axis` is what the run has taken by step, such as its sampled tokens. A point before the first or after the last
+    value of the curve has NaN.
     """
     known = curve.dropna()
     if known.empty:
@@ -327,10 +319,7 @@ def entropy_at_equal_accuracy(steps: pd.DataFrame) -> EqualAccuracy:
     runs, so a single run determines it: a note names this run, and gives the level without it.
 
     There are no values if fewer than two variants have one, or if a run starts at or above the level: the moment at
-    which such a run reached it is not known.
-
-    Args:
-        steps: `accuracy` and `entropy` by variant, seed and step.
+    which such a run reached it is not known. `steps` has `accuracy` and `entropy` by variant, seed and step.
     """
     accuracy, entropy = (
         {run: curve.droplevel([*RUN]) for run, curve in steps[name].dropna().groupby(level=RUN, sort=False)}
@@ -376,21 +365,15 @@ def entropy_at_equal_accuracy(steps: pd.DataFrame) -> EqualAccuracy:
 
 
 def entropy_when_reached(entropy: pd.Series[float], accuracy: pd.Series[float], level: float) -> float | None:
-    """Return the entropy of the policy when `accuracy` first reaches `level` from below; None if it never does.
+    """Return the entropy of the policy, nats per token, when `accuracy` first reaches `level` from below.
 
-    Between evaluations the accuracy is taken as linear. The value is read from the straight line fitted by least
-    squares to the entropies of the steps between the evaluations before and after that moment: this reduces the noise
-    of single steps and follows the trend. Where the line leaves the range of these entropies or of their steps, the
-    value is that at the end of the range.
+    None if it never does, if it starts at or above the level, or if no entropy was recorded between the two
+    evaluations. Between evaluations the accuracy is taken as linear. The value is read from the straight line fitted by
+    least squares to the entropies of the steps between the evaluations before and after that moment: this reduces the
+    noise of single steps and follows the trend. Where the line leaves the range of these entropies or of their steps,
+    the value is that at the end of the range.
 
-    Args:
-        entropy: nats per token by step; the value of a step is the entropy of the policy after the step before.
-        accuracy: held-out accuracy by step.
-        level: the accuracy at which the entropy is taken.
-
-    Returns:
-        Nats per token. None also if no entropy was recorded between the two evaluations, or if `accuracy` starts at or
-        above the level.
+    `entropy` and `accuracy` are by step; the entropy of a step is that of the policy after the step before.
     """
     reached = (accuracy >= level).to_numpy()
     if reached[0] or not reached.any():

@@ -149,12 +149,9 @@ def plan_sweep(
 ) -> SweepPlan:
     """Plan a sweep from its file and flags; flags win, an axis of the same setting replaces the file's.
 
-    Args:
-        flags: comma-separated values by dotted setting; None where the flag was not given.
-        axes: further axes, each `KEY=V,V`.
-        options: `seeds` (comma-separated) and the texts of other options of `SweepConfig`; None where not given.
-
-    Raises ConfigError if the file, an axis or a setting is not valid.
+    `flags` are comma-separated values by dotted setting, `axes` further axes `KEY=V,V`, `options` the comma-separated
+    `seeds` and the texts of other options of `SweepConfig`; None is a flag or option that was not given. Raises
+    ConfigError if the file, an axis or a setting is not valid.
     """
     written: Mapping[str, Any] = {} if file is None else read_config(file, "FILE")
     flags = dict(flags)

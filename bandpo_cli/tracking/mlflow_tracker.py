@@ -229,14 +229,9 @@ def send_evaluation(
 ) -> Path:
     """Send metrics and files of an evaluation, and return the folder that is linked to the MLflow run that has them.
 
-    They are added to the run that made the model where MLflow has that run, files under `evals/<evaluation>/`; else the
-    evaluation gets a run of its own, with `params` and `env`. MLflow keeps the values that were sent before. Raises any
-    error of MLflow and the network.
-
-    Args:
-        run_folder: folder of the run that made the model, None without one.
-        step: step of the checkpoint; the metrics appear at this step of the run's curves, at 0 for None.
-        metrics: values by name; those that are not finite are left out.
+    They are added to the run that made the model (in `run_folder`) where MLflow has that run, files under
+    `evals/<evaluation>/`, metrics at the `step` of the checkpoint; else the evaluation gets a run of its own, with
+    `params` and `env`. MLflow keeps the values that were sent before. Raises any error of MLflow and the network.
     """
     point = Point(step or 0, int(time.time() * 1000), finite_metrics(metrics))
     with ExitStack() as stack:

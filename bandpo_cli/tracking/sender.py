@@ -104,12 +104,9 @@ class RunSender:
     def send(self, status: RunStatus | Literal["RUNNING"] | None = None) -> SyncResult:
         """Send what the tracker lacks: settings, metrics and, of a run that has ended, its status and files.
 
-        Args:
-            status: status of the run in the process that trains it; None to take it from the folder.
-
-        Raises:
-            UserError: the folder is damaged, or the user has to do something first.
-            Exception: any error of the tracker and the network.
+        `status` is that of the run in the process that trains it; without one it is taken from the folder. Raises
+        UserError if the folder is damaged, or the user has to do something first; and any error of the tracker and the
+        network.
         """
         with self._locked():
             params = tags = 0
