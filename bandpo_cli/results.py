@@ -157,9 +157,8 @@ def describe_line(path: Path, runs_dir: Path) -> RunOverview:
 
 
 def _read_overview(path: Path, runs_dir: Path) -> RunOverview:
-    """Return the overview of a run, from its summary unless settings or metrics have changed since.
-
-    Raises UserError if the folder is damaged.
+    """Return the overview of a run, from its summary unless settings or metrics have changed since; raise UserError if
+    damaged.
     """
     summary = read_summary(path)
     about: dict[str, Any] = {"name": _name_in(runs_dir, path), "path": path}
@@ -230,9 +229,8 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
     name, without those that are null or empty; `changed`, `value` and `default` of the settings that differ from the
     default of the run's task, model and method; `metrics`, `first` and `last` value of each metric after its step;
     `checkpoints`, the steps that training can resume from; `sampled_steps`; `plots`; `seconds`, the time of all steps;
-    `times`, the sums of the metrics `time/…` but for `time/total`; and `trained_steps`, how many steps trained.
-
-    Raises UserError if there is no such run, or its folder is damaged.
+    `times`, the sums of the metrics `time/…` but for `time/total`; and `trained_steps`, how many steps trained. Raises
+    UserError if there is no such run, or its folder is damaged.
     """
     folder = RunFolder.open(given_path(runs_dir), run)
     path = folder.path

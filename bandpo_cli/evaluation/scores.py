@@ -50,10 +50,9 @@ def maj_at_k(votes: Sequence[str | None], correct: Sequence[float], k: int) -> f
     frequent answers each wins with the same probability. A completion without an answer (None) does not vote; if no
     completion votes, the result is not correct. The value is exact up to rounding, not a Monte Carlo estimate.
 
-    Args:
-        votes: [n], the answer of each completion; equal answers have equal text.
-        correct: [n], 1 for a correct completion, 0 for a wrong one. An answer that was graded differently in different
-            completions counts by the mean of its grades.
+    `votes` are the answers of the n completions; equal answers have equal text. `correct` is 1 for a correct
+    completion, 0 for a wrong one; an answer that was graded differently in different completions counts by the mean of
+    its grades.
     """
     n = len(votes)
     sizes, rights = Counter(vote for vote in votes if vote is not None), defaultdict[str, float](float)
@@ -70,22 +69,17 @@ def maj_at_k(votes: Sequence[str | None], correct: Sequence[float], k: int) -> f
 
 
 def mean_intervals(values_FP: ArrayLike, seed: int = 0, resamples: int = RESAMPLES) -> list[Interval]:
-    """Return the mean over P problems of each of F metrics with its 95% interval.
+    """Return the mean over P problems of each of F metrics with its 95% interval, for finite values [F, P].
 
     The interval is the bias-corrected and accelerated bootstrap (Efron 1987; scipy.stats.bootstrap) over problems,
-    widened for few problems (`_nominal_level`). It estimates how far the metric could change with other problems of
-    the same kind and other completions, since both vary from problem to problem. All metrics use the same resamples. A
-    single problem, and a metric with the same value for every problem, have no interval (NaN): all their resamples are
-    equal.
+    widened for few problems (`_nominal_level`). It estimates how far the metric could change with other problems of the
+    same kind and other completions, since both vary from problem to problem. All metrics use the same resamples, and
+    the same completions give the same interval. A single problem, and a metric with the same value for every problem,
+    have no interval (NaN): all their resamples are equal.
 
     Measured coverage with success rates p ~ Beta(½, ½) and Beta(0.3, 1.5), 30 and 128 problems, 8 and 16 completions:
     94% to 97% of the simulated evaluations. With few problems that are rarely solved, it is too narrow: 91% for mean@n
     and 80% for maj@4 with 30 problems and p ~ Beta(0.1, 2); with 128 problems it is 95% again.
-
-    Args:
-        values_FP: [F, P], finite.
-        seed: seed of the resampling; the same completions give the same interval.
-        resamples: number of bootstrap resamples.
     """
     values = np.asarray(values_FP, dtype=np.float64)
     means = values.mean(axis=1)
@@ -225,8 +219,7 @@ class Scores:
 
 
 def score(label: str, rows: Iterable[EvalRow], k: Sequence[int]) -> Scores:
-    """Return the scores of the graded completions of one evaluation set, in any order, with pass@k and maj@k for each
-    k.
+    """Return the scores of the graded completions of one evaluation set, in any order, with pass@k and maj@k.
 
     A metric that needs a column (length, finish reason) is left out if any completion lacks it, the mean reward if no
     completion has a reward. Raises ConfigError, with the `label` of the set, if there are no completions, or a problem

@@ -36,10 +36,8 @@ class IntervalRow(NamedTuple):
     """Interval of one token under one method. The fields are the keys of `bandpo bounds --format json`.
 
     Attributes:
-        prob: probability of the token under π_old.
         divergence: divergence of the trust region, or the name of a method that has an interval: `clip`, `dppo kl`.
         delta: radius of the trust region; None for a method without one.
-        lower, upper: smallest and largest allowed ratio.
         prob_lower, prob_upper: smallest and largest allowed new probability, at most 1.
         lower_saturated: whether the new probability may be 0.
         upper_saturated: whether the new probability may be 1: the simplex, not the trust region, is the limit.

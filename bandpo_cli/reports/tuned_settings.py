@@ -32,7 +32,6 @@ class TunedVariant:
         group: the variant of the tuned sweep that it is a candidate for.
         settings: the settings in which the variants of its group differ, by dotted key.
         values: the value of the metric for each tuning seed.
-        chosen: whether the variant is the best of its group.
     """
 
     group: str
@@ -60,12 +59,9 @@ class TunedVariant:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The variants that a sweep's settings were chosen from. The fields are keys of `bandpo report --format json`.
+    """The variants that a sweep's settings were chosen from, group by group, by a metric in the tuning sweep.
 
-    Attributes:
-        sweep: name of the tuning sweep.
-        metric: the metric that decides.
-        variants: the variants of the tuning sweep, group by group.
+    The fields are keys of `bandpo report --format json`.
     """
 
     sweep: str

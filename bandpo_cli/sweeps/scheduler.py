@@ -41,9 +41,7 @@ CONNECT_S = 10.0  # that a cluster has to accept the first connection
 class Pool(ABC):
     """Executes jobs, as many at a time as it has slots. A job is a command that executes one run.
 
-    Attributes:
-        slots: number of jobs at a time.
-        threads: CPU threads per job, or per rank of one.
+    `threads` are the CPU threads per job, or per rank of a job.
     """
 
     def __init__(self, slots: int, threads: int) -> None:

@@ -369,9 +369,8 @@ def _with_seeds(
 
 
 def _is_excluded(excluded: Settings, base: Sequence[Layer], settings: Settings) -> bool:
-    """Return whether a variant has all values of an excluded combination: whether giving them changes nothing.
-
-    Raises ConfigError if the variant cannot have these values.
+    """Return whether a variant has all values of an excluded combination, which then change nothing. Raises
+    ConfigError.
     """
     # A radius that is not matched yet equals the same text only.
     unmatched = {key: value for key, value in settings.items() if _is_match(key, value)}

@@ -54,11 +54,7 @@ MODEL_TRAINING = "custom_model_development"
 
 
 class MlflowTracker(Tracker):
-    """A run at the MLflow store of the subclass that `mlflow_tracker` returns.
-
-    Attributes:
-        run_id: MLflow's id of the run.
-    """
+    """A run, with MLflow's `run_id`, at the store of the subclass that `mlflow_tracker` returns."""
 
     title = "MLflow"
     compares = True
@@ -78,7 +74,7 @@ class MlflowTracker(Tracker):
     def __init__(self, run: TrackedRun, create: bool = True) -> None:
         """Find the run, or create it, with the settings and tags that it lacks.
 
-        Raises LookupError if there is none and `create` is False; an existing run is not changed then.
+        With `create` False, an existing run is not changed, and LookupError is raised if there is none.
         """
         super().__init__(run)
         self.sent_files = dict(run.sent_files)
