@@ -16,16 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from bandpo_cli.errors import UserError, first_line, plural
-from bandpo_cli.metric_names import (
-    FLOPS,
-    SAMPLED_TOKENS,
-    SCORE,
-    STEP,
-    TOTAL_SECONDS,
-    TRAINED_TOKENS,
-    Axis,
-    probability_bins,
-)
+from bandpo_cli.metric_names import SCORE, STEP, Axis, probability_bins
 from bandpo_cli.reports.run_variants import VariantRun, differing_settings, read_settings, shorten_list
 from bandpo_cli.results import read_metrics_table
 from bandpo_cli.storage.run_record import read_summary
@@ -34,14 +25,6 @@ Score = Literal["reward", "accuracy"]
 
 RUN = ["variant", "seed"]
 """The index of a table with a row per run."""
-
-TOTAL_COLUMNS = {
-    "tokens": SAMPLED_TOKENS,
-    "trained_tokens": TRAINED_TOKENS,
-    "flops": FLOPS,
-    "total_seconds": TOTAL_SECONDS,
-}
-"""Metrics of what a run has taken, by their columns in `RunTables.steps`."""
 
 FAR_BEHIND = 0.5
 """Runs and variants whose best accuracy is under this share of the best variant's have no entropy at equal accuracy
@@ -68,9 +51,7 @@ class RunTables:
             `clipped`, `seconds_per_step`, and of every evaluation set those such as `accuracy/gsm8k` and
             `pass_at_4/gsm8k`, at the last evaluation.
         steps: a row per run and step, with the index variant, seed and step: `entropy`, `seconds`, and the scores of
-            the evaluation sets, `accuracy/gsm8k` and `reward/gsm8k`. `tokens`, `trained_tokens`, `flops` and
-            `total_seconds` are what the run has taken up to the step (`metric_names.TOTALS`); NaN where not recorded.
-            `amount` is the one of them that is the axis, or the step.
+            the evaluation sets, `accuracy/gsm8k` and `reward/gsm8k`; `amount` is what the run has taken on the axis.
         bins: a row per run and bin of π_old: `variant`, `seed`, `bin` (`0.1 – 0.5`), the `clipped` share of its tokens
             over all steps, and its share of all `tokens`.
         excluded: runs that failed, are not finished, not evaluated at their last step, damaged or missing.
@@ -183,9 +164,7 @@ def _measure(
     pauses = [_column(training, name).fillna(0.0) for name in ("time/eval", "time/checkpoint")]
     seconds = _column(training, "time/step") - pauses[0] - pauses[1]
     entropy = _column(training, "train/entropy")
-    totals = {column: _column(table, name) for column, name in TOTAL_COLUMNS.items()}
-    columns = {"amount": amounts, "entropy": entropy, "seconds": seconds, **totals}
-    steps = pd.DataFrame(columns, table.index)
+    steps = pd.DataFrame({"amount": amounts, "entropy": entropy, "seconds": seconds}, table.index)
     within = amounts.index[amounts <= end]
     last, training = int(within[-1]), training.loc[: within[-1]]
     row = {

@@ -77,7 +77,7 @@ class MlflowTracker(Tracker):
         With `create` False, an existing run is not changed, and LookupError is raised if there is none.
         """
         super().__init__(run)
-        self.sent_files = dict(run.sent_files)
+        self.sent_files = dict(run.files)
         self._client = mlflow_client(self.store.uri)
         parent = (run.config.get("tracking") or {}).get("parent") if run.kind == "train" else None
         tags = run_tags(run.env, None if parent is None else str(parent))
@@ -253,8 +253,8 @@ def _open_run(
     store: Store, folder: Path, params: Mapping[str, object], env: Mapping[str, Any], create: bool = True
 ) -> MlflowTracker:
     place = open_place(folder, MLFLOW, store.destination, store.experiment, write=create)
-    about = folder, place.id, store.experiment, None, "evaluation", params
-    tracker = mlflow_tracker(store)(TrackedRun(*about, remote_id=place.remote_id, env=env), create)
+    run = TrackedRun(**vars(place), folder=folder, group=None, kind="evaluation", config=params, env=env)
+    tracker = mlflow_tracker(store)(run, create)
     if tracker.remote_id != place.remote_id:
         write_place(folder, MLFLOW, replace(place, remote_id=tracker.remote_id))
     return tracker
