@@ -1,7 +1,6 @@
 """Shell completion: the environment variables of a shell in, the values that it offers out."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -11,7 +10,7 @@ import pytest
 from bandpo_cli import __version__
 from bandpo_cli.__main__ import main
 from bandpo_cli.config import shipped_configs
-from tests.cli.eval_command import WITHOUT_TORCH, succeed
+from tests.cli.eval_command import succeed
 
 
 @pytest.fixture
@@ -115,20 +114,6 @@ def test_zsh_gets_values_with_descriptions(place, capfd):
 def test_fish_gets_values_with_descriptions(place, capfd):
     lines = complete(capfd, "fish", "show", "").splitlines()
     assert lines == ["deltas/kl-s0\trun", "first\trun", "second\trun"]
-
-
-@pytest.mark.slow
-def test_heavy_packages_are_not_imported(place):
-    heavy = WITHOUT_TORCH.replace('"mlflow"', '"mlflow", "pydantic", "numpy", "pandas", "matplotlib"')
-    done = subprocess.run(
-        [sys.executable, "-c", heavy],
-        env={**os.environ, **environment("bash", "train", "-c", "gs")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split()
 
 
 @pytest.mark.parametrize("variables", [{}, {"COMP_WORDS": "bandpo train", "COMP_CWORD": "x"}])
