@@ -122,7 +122,7 @@ class RunSender:
                     if (state.step, state.status, state.files) == (last, final, self._digests(files)):
                         return SyncResult(Sent(), files_there=len(files), status=final)
                 end_ms = None if status else run.end_ms
-                about = {"env": run.env, "start_ms": run.start_ms, "end_ms": end_ms}
+                about: dict[str, Any] = {"env": run.env, "start_ms": run.start_ms, "end_ms": end_ms}
                 opened = self._open(project, _public_config(run), **about)
                 self.clocks, self._offset, self._ended = {**run.clocks, **self.clocks}, 0, run.status
                 params, tags = opened.new_params, opened.new_tags
