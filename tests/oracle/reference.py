@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import lambertw
 from torch import nn
 
 from tests.oracle.completion_losses import LOSSES, Completion
@@ -528,11 +527,6 @@ class ReferenceTrainer:
             "clip/upper_fraction": share(at_upper, tokens),
             "clip/lower_fraction": share(at_lower, tokens),
         }
-        if self._bounds()["method"] == "dgpo":
-            low, high = 1 - self._bounds()["eps_low"], 1 + self._bounds()["eps_high"]
-            record["clip/outside_fraction"] = share(
-                [t for t in with_ratio if not low <= t.ratio <= high], with_ratio
-            )
         if self.has_interval and self._bounds()["method"] != "bapo":
             record["clip/outside_fraction"] = share(outside, with_ratio)
         if len(entropies) < len(tokens):
@@ -609,12 +603,6 @@ def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
         width = 1 + bounds["options"]["eps"] * (1 - old_logprob)
         return 1 / width, width
     cap = bounds.get("max_ratio") or math.inf
-    if method == "ripo":
-        width = math.sqrt(bounds["delta"] / p)
-        return max(1 - width, bounds["min_ratio"]), min(1 + width, cap)
-    if method == "atr":
-        low, high = (-lambertw(-math.exp(-1 - bounds["delta"]), branch).real for branch in (0, -1))
-        return float(low), float(high)
     if method == "dcpo":
         lower = 0.5 + 0.5 * math.sqrt(max(1 - 4 * bounds["eps_low"] / p, 0))
         return lower, min(0.5 + 0.5 * math.sqrt(1 + 4 * bounds["eps_high"] / p), cap)
