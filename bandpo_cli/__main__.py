@@ -32,7 +32,7 @@ try:
 
     from bandpo_cli import __version__
     from bandpo_cli.cli.bounds import bounds
-    from bandpo_cli.cli.console import open_console, print_line, protect_streams
+    from bandpo_cli.cli.console import open_console, protect_streams
     from bandpo_cli.cli.doctor import configs_app, doctor
     from bandpo_cli.cli.eval import eval_app
     from bandpo_cli.cli.export import export_app, import_app, sync
@@ -131,7 +131,7 @@ def main() -> None:
         if prints_errors():
             if known is None:
                 raise
-            print_line(open_console(stderr=True), str(known), "error:", "red")
+            open_console(stderr=True).print_line(str(known), "error:", "red")
     sys.exit(code if isinstance(code, int) else 0)
 
 

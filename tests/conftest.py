@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
-from rich.console import Console
 
+from bandpo_cli.cli.console import Console
 from tests.commands import save_empty_images
 
 if TYPE_CHECKING:

@@ -1,8 +1,6 @@
 """Tables of results: the DataFrames have what the files of a run contain, read here with the standard library."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -98,15 +96,3 @@ def test_a_run_that_is_not_there_is_one_line(table, runs_dir):
         table("nothing", runs_dir=runs_dir)
     with pytest.raises(UserError, match=r"step 9: its tokens are not recorded in .*; recorded: 1, 2"):
         results.tokens("a", 9, runs_dir)
-
-
-def test_the_help_the_bounds_and_training_import_no_pandas(tmp_path):
-    code = (
-        "import sys\nsys.argv = ['bandpo', *{words!r}]\nfrom bandpo_cli.__main__ import main\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\nsys.exit('pandas' in sys.modules)"
-    )
-    for words in (["--help"], ["bounds", "0.1"], ["train", "--steps", "1", "--no-mlflow", "--dry-run"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(words=words)], cwd=tmp_path, capture_output=True
-        )
-        assert done.returncode == 0, words

@@ -137,10 +137,8 @@ def match_clip_fraction(region: TrustRegionSettings, method: MethodSettings, tok
     """Return the δ at which `region` clips the share of `tokens` that `method` clips; the δ of `region` is ignored.
 
     A wider region clips fewer tokens, so δ is found by bisection in its logarithm. The share is a step function of δ:
-    `reached` is the value nearest to `wanted`. A run with that δ has other ratios.
-
-    Raises:
-        ConfigError: the method clips none of the tokens, or more than any region does, or has no interval.
+    `reached` is the value nearest to `wanted`. A run with that δ has other ratios. Raise ConfigError if the method
+    clips none of the tokens, or more than any region does, or has no interval.
     """
     wanted = clip_fraction(method, tokens)
 

@@ -13,23 +13,20 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import (
-    LOADING,
     PLAIN_LINES,
+    Console,
     ExperimentView,
     format_duration,
     make_table,
     open_console,
     print_json,
-    print_line,
-    print_rows,
-    print_settings,
 )
 from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import exit_on_sigterm
@@ -150,7 +147,7 @@ def evaluate(
             result = run_evaluation(request, runs_dir=runs_dir, name=asked, callbacks=[view])
     files = {"metrics": "eval.json", "samples": "samples.parquet", "histogram": "plots/success.png"}
     rows = [(heading, str(result.folder / name)) for heading, name in files.items()]
-    print_rows(console, [*rows, ("MLflow", result.mlflow or "")], 9)
+    console.print_rows([*rows, ("MLflow", result.mlflow or "")], 9)
     return None
 
 
@@ -197,7 +194,7 @@ _UNGRADED_RATES = ("timeout_rate", "grader_error_rate", "not_applicable_rate")
 class EvalView(ExperimentView):
     """Console view of an evaluation. Completions that were stored before the start do not count for the rate."""
 
-    spinners: Mapping[str, str] = {"load": LOADING, "score": "intervals by bootstrap …"}
+    spinners: Mapping[str, str] = {**ExperimentView.spinners, "score": "intervals by bootstrap …"}
 
     def __init__(self, console: Console, style: str, runs_dir: Path) -> None:
         super().__init__(console, runs_dir)
@@ -209,7 +206,7 @@ class EvalView(ExperimentView):
         self._info = info
         if info.rescored:
             self.spin(None)
-            print_line(self.console, f"{info.folder} has all its completions: scoring them again")
+            self.console.print_line(f"{info.folder} has all its completions: scoring them again")
             return
         self.print_start(info.folder, "evaluation", info.notes)
         self._total, self._stored, self._done = info.completions, info.stored, info.stored
@@ -225,7 +222,7 @@ class EvalView(ExperimentView):
             new = f"{self._done - self._stored:,} completions"
             new += f" after {self._stored:,} that were there" if self._stored else ""
             duration = format_duration(time.perf_counter() - self._start)
-            print_line(self.console, f"{new} in {duration}, {self._rate()[1]} per second")
+            self.console.print_line(f"{new} in {duration}, {self._rate()[1]} per second")
         super().phase(name)
 
     def step(self, report: Batch) -> None:
@@ -251,7 +248,7 @@ class EvalView(ExperimentView):
             stored = EvalFolder(result.folder).count_stored()
             again = shell_command("eval --resume", result.folder, self.runs_dir)
             line = f"{stored:,} of {self._total:,} completions are stored; resume with: {again}"
-            print_line(self.console, f"{result.record['status']}: {line}")
+            self.console.print_line(f"{result.record['status']}: {line}")
 
     def render(self) -> RenderableType:
         """Return the bar, with the name of the evaluation set before it and the counts after it."""
@@ -307,7 +304,7 @@ def print_request(console: Console, request: EvalPlan) -> None:
         }
         # Notes that only count problems repeat the row "tasks".
         notes = [note for note in task.notes if not note.endswith((" problem", " problems"))]
-    print_settings(console, rows.items(), notes)
+    console.print_settings(rows.items(), notes)
 
 
 def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
@@ -316,10 +313,10 @@ def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
         n = f"{score.fewest}" if score.fewest == score.most else f"{score.fewest} to {score.most}"
         size = f"{plural(len(score.by_problem), 'problem')} × {n} = {score.completions:,} completions"
         console.print()
-        print_line(console, size, label)
+        console.print_line(size, label)
         if not score.graded:
             counts = ", ".join(f"{count:,} {verdict}" for verdict, count in score.verdicts.items())
-            print_line(console, f"no answer was graded ({counts}): there is no accuracy and no reward")
+            console.print_line(f"no answer was graded ({counts}): there is no accuracy and no reward")
             continue
         table = make_table("", ">mean", ">95% interval")
         first = ["reward"] if score.nonbinary_rewards else []
@@ -330,7 +327,7 @@ def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
                 table.add_row(metric_label(name), metric_text(name, metric.value), interval)
         console.print(table, "")
         if ungraded := ungraded_line(score):
-            print_line(console, ungraded)
+            console.print_line(ungraded)
         for line in histogram(score):
             console.print(line, highlight=False)
     console.print()
@@ -381,15 +378,15 @@ def print_comparison(console: Console, result: ComparisonResult, show: int) -> N
     """Print what changed from A to B, with the `show` most changed problems of each set."""
     from bandpo_cli.reports.run_variants import format_setting
 
-    print_rows(console, [("A", str(result.path_a)), ("B", str(result.path_b))])
+    console.print_rows([("A", str(result.path_a)), ("B", str(result.path_b))])
     for key, (a, b) in result.differences.items():
         null = "all" if key == "evaluation.problems" else "not set"
         before, after = (null if value is None else format_setting(value)[:200] for value in (a, b))
-        print_line(console, f"{key} is {before} in A and {after} in B", "differs", "yellow")
+        console.print_line(f"{key} is {before} in A and {after} in B", "differs", "yellow")
     for label, compared in result.sets.items():
         only = [f"{n:,} only in {name}" for name, n in (("A", compared.only_a), ("B", compared.only_b)) if n]
         console.print()
-        print_line(console, ", ".join([f"{plural(compared.shared, 'problem')} in both", *only]), label)
+        console.print_line(", ".join([f"{plural(compared.shared, 'problem')} in both", *only]), label)
         gap = 1 if console.width < 100 else 2  # leaves the verdict more of 80 columns
         table = make_table("", ">A", ">B", ">B − A", ">95% interval", ">detectable", "verdict", gap=gap)
         for name, (a, b, change, conclusion) in compared.metrics.items():
@@ -401,7 +398,7 @@ def print_comparison(console: Console, result: ComparisonResult, show: int) -> N
         console.print(table)
         compared_by = "mean reward" if "reward" in compared.metrics else "share of correct completions"
         others = f"lower on {compared.losses:,}, the same on {compared.ties:,}"
-        print_line(console, f"{compared_by}: higher in B on {plural(compared.wins, 'problem')}, {others}")
+        console.print_line(f"{compared_by}: higher in B on {plural(compared.wins, 'problem')}, {others}")
         if (p := compared.sign_test_p) is not None:
             differing = compared.wins + compared.losses
             line = f"exact sign test, problems that differ: {differing:,}, p {'< 0.001' if p < 0.001 else f'= {p:.3f}'}"
@@ -409,9 +406,9 @@ def print_comparison(console: Console, result: ComparisonResult, show: int) -> N
                 line += "; with fewer than 6 it cannot be below 0.05"
             elif differing < 20:
                 line += "; with so few, the 95% interval is approximate"
-            print_line(console, line)
+            console.print_line(line)
         for id_, share_a, share_b in compared.changed_problems[:show]:
             digits = 2 if f"{share_a:.2f}" != f"{share_b:.2f}" else 4
             question = compared.questions[id_]
             name = id_ if not question or question.strip(" :=") in id_ else f"{question}  ({id_})"
-            print_line(console, f"  {share_a:.{digits}f} → {share_b:.{digits}f}  {name}")
+            console.print_line(f"  {share_a:.{digits}f} → {share_b:.{digits}f}  {name}")

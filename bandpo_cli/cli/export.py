@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.console import ExperimentView, open_console, print_line, print_rows
+from bandpo_cli.cli.console import ExperimentView, open_console
 from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.errors import plural
 from bandpo_cli.registries import TRACKERS
@@ -80,7 +80,7 @@ def export_verl(
         ("changed", "\n".join(changes)),
         ("run", f"bash {out / 'run.sh'}" if nodes == 1 else f"cd {out} && sbatch cluster.sh; see README.md"),
     ]
-    print_rows(open_console(), rows, len("batches"))
+    open_console().print_rows(rows, len("batches"))
 
 
 @export_app.command()
@@ -104,7 +104,7 @@ def merged(
     """
     from bandpo_cli.experiments import export_merged
 
-    print_line(open_console(), str(export_merged(model, out, runs_dir)), "model")
+    open_console().print_line(str(export_merged(model, out, runs_dir)), "model")
 
 
 @import_app.callback()
@@ -144,7 +144,7 @@ def import_verl(
 
     imported, excluded = import_run(job, name=name, uri=tracking_uri, run_id=run, runs_dir=runs_dir)
     progress = f"{imported.status}, step {imported.step:,} of {imported.steps:,}"
-    print_rows(open_console(), [(str(imported.path), progress), ("excluded", ", ".join(excluded))])
+    open_console().print_rows([(str(imported.path), progress), ("excluded", ", ".join(excluded))])
 
 
 @opt.documented
@@ -201,7 +201,7 @@ class SyncView(ExperimentView):
         self._names.popleft()
         label = report.name if report.tracker == "mlflow" else f"{report.name}, {report.tracker}"
         if report.skipped is not None:
-            print_line(self.console, f"left out: {report.skipped}", label)
+            self.console.print_line(f"left out: {report.skipped}", label)
         if (synced := report.result) is None:
             return
         metrics = synced.metrics
@@ -213,7 +213,7 @@ class SyncView(ExperimentView):
         (new if synced.ended else old).append(f"status {synced.status}")
         line = f"sent {', '.join(new) or 'nothing'}{'; there already: ' if old else ''}{', '.join(old)}"
         later = "; still being written: its files and its status come later" if synced.writing else ""
-        print_line(self.console, line + later, label)
+        self.console.print_line(line + later, label)
         if number := metrics.differing:
             logging.getLogger("bandpo_cli").warning(
                 f"{plural(number, 'value')} at MLflow {'differs' if number == 1 else 'differ'} from the run "

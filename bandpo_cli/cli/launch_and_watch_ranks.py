@@ -198,7 +198,7 @@ def launch(
         repeated = number in received
         received.append(number)
         main, *others = ranks
-        main.send(next(own for own, asked in FORWARDED.items() if asked == number), to_group=False)
+        main.send([own for own, asked in FORWARDED.items() if asked == number][repeated], to_group=False)
         for rank in others if repeated else ():
             if rank.code is None:
                 rank.killed = True

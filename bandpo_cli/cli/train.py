@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.console import open_console, print_settings
+from bandpo_cli.cli.console import open_console
 from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.errors import UserError
@@ -130,7 +130,7 @@ def _run(
     rows = [] if task is None else settings_rows(config, task, ranks)
     if plan.text:
         rows.append(("resume" if plan.is_resume else "fork of", plan.text))
-    print_settings(console, rows, [] if task is None else task.notes, plan.warnings)
+    console.print_settings(rows, [] if task is None else task.notes, plan.warnings)
     if dry_run is not None:
         if task is not None:
             print_dry_run(console, plan)

@@ -13,13 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from bandpo_cli.grading.answers import voted_answer
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.processes.watch import Wait
 from bandpo_cli.storage.run_folder import PartKey
-from bandpo_cli.storage.tables import EvalRow, encode_extra
+from bandpo_cli.storage.tables import EvalRow, completion_row
 from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
 from bandpo_cli.types import Grade, Grader, Problem, derive_seed
 
@@ -80,23 +80,9 @@ def chunks(items: Sequence[_Item], size: int) -> Iterator[tuple[int, Sequence[_I
 
 def eval_row(label: str, problem: Problem, prompt: str, stored: StoredCompletion, grade: Grade) -> EvalRow:
     """Return the stored row of a completion; `label` is the name of its evaluation set."""
-    return EvalRow(
-        task=label,
-        problem_id=problem.id,
-        question=problem.label,
-        prompt=prompt,
-        reference=problem.answer,
-        grader=problem.grader,
-        extra=encode_extra(problem.extra),
-        text=stored.text,
-        answer=voted_answer(stored.text, problem.grader),
-        reward=grade.reward if grade.has_reward else None,
-        accuracy=float(grade.correct),
-        verdict=grade.verdict,
-        length=stored.length,
-        finish_reason=stored.finish_reason,
-        logprob_sum=stored.logprob_sum,
-    )
+    numbers = stored.length, stored.finish_reason, stored.logprob_sum
+    row = completion_row(problem, prompt, stored.text, grade, *numbers)
+    return cast("EvalRow", {"task": label, "answer": voted_answer(stored.text, problem.grader), **row})
 
 
 @contextmanager

@@ -142,9 +142,9 @@ def _mean(values: NDArray[np.float64], axis: int) -> Any:
 def _win_probability(size: int, others: tuple[int, ...], abstentions: int, k: int) -> float:
     """Return the probability that an answer given by `size` completions wins the vote among k.
 
-    If the answer has m votes, every other answer has x < m votes, or m votes and ties with it. Products of the
-    generating functions Σ_x P(x) z^x of the other answers count the ways to choose the k − m other completions; each
-    tie has a factor u, and ∫₀¹ uᵗ du = 1/(1+t) is the probability of winning a tie with t others.
+    If the answer has m votes, every other answer has x < m votes, or m votes and ties with it; of t + 1 tied answers
+    each wins with the probability 1/(1+t). `ways` counts the ways to choose the k − m other completions, by the number
+    of ties and of completions chosen; the number of votes of each rival is added in turn.
 
     Args:
         others: number of completions of each other answer, sorted.
@@ -155,19 +155,17 @@ def _win_probability(size: int, others: tuple[int, ...], abstentions: int, k: in
     weights = {s: _binomial(s, k / n) for s in {size, *others}}
     total = 0.0
     for m in range(1, min(size, k) + 1):
-        rivals = [s for s in others if s >= m]
-        harmless = n - size - sum(rivals)
-        u, u_weights = _unit_quadrature(len(rivals) // 2 + 1)  # exact for polynomials of degree len(rivals)
-        ways = np.zeros((len(u), k - m + 1))
-        free = _binomial(harmless, k / n)[: k - m + 1]
-        ways[:, : len(free)] = free
+        rivals, left = [s for s in others if s >= m], k - m
+        ways = np.zeros((left // m + 1, left + 1))  # [ties, other completions]
+        free = _binomial(n - size - sum(rivals), k / n)[: left + 1]
+        ways[0, : len(free)] = free
         for rival in rivals:
-            product = np.zeros_like(ways)  # times Σ_{x<m} P(x) z^x + u·P(m) z^m
-            for x in range(min(m, k - m) + 1):
-                term = weights[rival][x] * ways[:, : k - m + 1 - x]
-                product[:, x:] += term * u[:, None] if x == m else term
-            ways = product
-        total += float(weights[size][m] * (u_weights @ ways[:, k - m]))
+            before, ways = ways, np.zeros_like(ways)
+            for x in range(min(m, left + 1)):
+                ways[:, x:] += weights[rival][x] * before[:, : left + 1 - x]
+            if m <= left:
+                ways[1:, m:] += weights[rival][m] * before[:-1, : left + 1 - m]
+        total += float(weights[size][m] * (ways[:, left] / np.arange(1, len(ways) + 1)).sum())
     return total / float(_binomial(n, k / n)[k])
 
 
@@ -177,13 +175,6 @@ def _binomial(n: int, p: float) -> FloatArray:
     from scipy.stats import binom
 
     return np.asarray(binom.pmf(np.arange(n + 1), n, p), dtype=np.float64)
-
-
-@lru_cache(maxsize=256)
-def _unit_quadrature(nodes: int) -> tuple[FloatArray, FloatArray]:
-    """Return the points and weights of Gauss–Legendre quadrature on [0, 1]."""
-    points, weights = np.polynomial.legendre.leggauss(nodes)
-    return (points + 1) / 2, weights / 2
 
 
 MAX_BINS = 15

@@ -109,10 +109,8 @@ def compile_layers(model: PreTrainedModel) -> None:
 def check_packed_forward(model: PreTrainedModel) -> None:
     """Compare `token_logprobs` on packed rows with the model's own forward pass on each sequence separately.
 
-    A few tokens detect layers that carry a state from one packed row into the next, and other logits.
-
-    Raises:
-        UserError: the log-probs differ, the model does not accept packed rows, or it scales or caps its logits.
+    A few tokens detect layers that carry a state from one packed row into the next, and other logits. Raise UserError
+    if the log-probs differ, the model does not accept packed rows, or it scales or caps its logits.
     """
     kind, text = f"model.path: {model.config.model_type}", model.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):

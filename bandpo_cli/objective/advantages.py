@@ -107,10 +107,8 @@ def estimate_advantages(
     """Return the advantages of the groups of a step by `objective.advantages`, [P, G].
 
     `parts` are the weights and values of several rewards; see `gdpo_advantages`. A custom function receives the rewards
-    in float64, 0 where there is none, and the mask.
-
-    Raises:
-        ConfigError: a custom function raises an exception, or returns another shape or values that are not finite.
+    in float64, 0 where there is none, and the mask. Raise ConfigError if a custom function raises an exception, or
+    returns another shape or values that are not finite.
     """
     name = objective.advantages
     if name in ADVANTAGES:

@@ -101,9 +101,8 @@ def encode_prompts(config: RunConfig, task: Task, ranks: Ranks = SINGLE, trainin
 def check_engine_settings(config: RunConfig) -> PreTrainedConfig:
     """Return config.json of the model, which the engine of the settings runs, and samples at their temperatures.
 
-    Raises:
-        UserError: the model is a mixture of experts, which the engine does not run, its config cannot be read, or the
-            engine does not sample at a temperature, or a setting has no effect on the dtype or device of the model.
+    Raise UserError if the model is a mixture of experts, which the engine does not run, its config cannot be read, or
+    the engine does not sample at a temperature, or a setting has no effect on the dtype or device of the model.
     """
     on_gpu = is_gpu(config.model.device)
     engine = resolve_engine(config.sampling.engine, on_gpu)
@@ -144,13 +143,12 @@ def stream_completions(
 ) -> Generator[list[list[Completion]], None, None]:
     """Yield the completions [P][n] of each request in order, sampled at the same time if the sampler can.
 
+    Raise StaleEngineError if the engine has other weights than those after `version` optimizer updates. Raise RunError
+    if the system refuses to start a worker of the conversations.
+
     Args:
         requests: each with its problems [P].
         conversations: samples several turns per completion; None for one.
-
-    Raises:
-        StaleEngineError: the engine has other weights than those after `version` optimizer updates.
-        RunError: the system refuses to start a worker of the conversations.
     """
     session = None if conversations is None else Session(conversations, params, sampler)
     source: Iterable[SampleRequest | None] = (request for _, request in requests)

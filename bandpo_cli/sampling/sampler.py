@@ -135,9 +135,8 @@ class Sampler(ABC):
     def sync(self, model: PreTrainedModel, version: int) -> None:
         """Load the weights of the policy's model, which have had `version` optimizer updates.
 
-        Raises:
-            StaleEngineError: the engine does not run the given weights, or it failed to load them.
-            RunError: the process of the engine ended. An out-of-memory error is raised as in `sample_stream`.
+        Raise StaleEngineError if the engine does not run the given weights, or it failed to load them. Raise RunError
+        if the process of the engine ended. An out-of-memory error is raised as in `sample_stream`.
         """
 
     def load(self, weights: Weights, version: int) -> None:
@@ -203,9 +202,8 @@ def is_exact(sampler: Sampler, policy: Policy) -> bool:
 def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
     """Return the engine that `sampling.engine` names; of a model it has no weights until `load`.
 
-    Raises:
-        ConfigError: the engine is not installed.
-        UserError: the engine cannot start with this model and these settings.
+    Raise ConfigError if the engine is not installed. Raise UserError if the engine cannot start with this model and
+    these settings.
     """
     on_gpu = policy.device.type == "cuda"
     engine = resolve_engine(config.sampling.engine, on_gpu)

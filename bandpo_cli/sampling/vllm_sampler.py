@@ -86,11 +86,8 @@ class VllmSampler(Sampler):
     def __init__(self, config: SamplingConfig, policy: Policy | EngineModel) -> None:
         """Start the engine and load the policy's weights into it as version 0; all ranks of the policy do so together.
 
-        Without the policy it has no weights until `load`.
-
-        Raises:
-            UserError: vLLM cannot be imported, or it refuses the model or the settings.
-            StaleEngineError: the first sync failed.
+        Without the policy it has no weights until `load`. Raise UserError if vLLM cannot be imported, or it refuses the
+        model or the settings. Raise StaleEngineError if the first sync failed.
         """
         own = None if isinstance(policy, EngineModel) else policy
         ranks = SINGLE if own is None else own.ranks

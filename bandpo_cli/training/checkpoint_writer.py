@@ -83,9 +83,8 @@ class TrainedState:
 def check_savable(policy: Policy, state: TrainedState, folder: Path) -> None:
     """Check that the weights can be saved and that the disk has space; all ranks must call this together.
 
-    Raises:
-        NonFiniteError: weights are not finite.
-        RunError: the disk has less free space than the checkpoint needs.
+    Raise NonFiniteError if weights are not finite. Raise RunError if the disk has less free space than the checkpoint
+    needs.
     """
     policy.ranks.agree(lambda: check_finite_weights(policy.model))
     needed = state.nbytes + RESERVED_BYTES
@@ -108,14 +107,11 @@ def write_checkpoint(
     """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed to its final name.
 
     All ranks must call this together: rank 0 writes the model and each rank its shards of the optimizer state. An error
-    on one rank is raised on all. The weights are those of `state`.
+    on one rank is raised on all. The weights are those of `state`. Raise RunError if the files cannot be written; an
+    existing checkpoint stays, and the hidden folder is removed, as after any other exception.
 
     Args:
         check: called before each file and within large ones; what it raises gives up the checkpoint.
-
-    Raises:
-        RunError: the files cannot be written. An existing checkpoint stays, and the hidden folder is removed, as after
-            any other exception.
     """
     ranks, hidden = policy.ranks, checkpoints.hidden_folder(folder, "writing")
     checksums: dict[str, str] = {}
@@ -323,8 +319,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     def prepare(self, step: int) -> None:
         """Copy the state after `step`, or write its checkpoint at once; wait for the one before.
 
-        Raises:
-            NonFiniteError, RunError: see `check_savable` and `write_checkpoint`.
+        Raise the errors of `check_savable` and `write_checkpoint`.
         """
         self.wait()
         components, policy = self._components, self._components.policy

@@ -243,16 +243,13 @@ def prepare_updates(
     """Return one experience per update of the step, each from P/`optim.updates` consecutive groups.
 
     All values of π_old that an update's own forward pass does not give are computed here, before the first update. They
-    are not checked for NaN and infinity; `update_policy` does that.
+    are not checked for NaN and infinity; `update_policy` does that. Raise RunError if a completion has no tokens.
 
     Args:
         policy: π_old, the policy before the step's first update.
         reference: the reference model, or None without a KL penalty.
         advantages_PG: [P, G] float32.
         sampler_is_exact: the sampler's log-probs need no correction; see `sampling.sampler.is_exact`.
-
-    Raises:
-        RunError: a completion has no tokens.
     """
     max_tokens, temperature = config.optim.pass_tokens, config.sampling.temperature
     device, objective, size = policy.device, loss.objective, len(groups) // config.optim.updates

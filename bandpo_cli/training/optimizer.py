@@ -115,8 +115,7 @@ class Optimizer:
     def empty_state(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Return tensors for `load_state` to read a saved state of these shapes into: masters, and new moments.
 
-        Raises:
-            ValueError: the state belongs to a model with other parameters or types.
+        Raise ValueError if the state belongs to a model with other parameters or types.
         """
         self._check_keys(shapes)
         state: dict[str, Tensor] = {}
@@ -130,8 +129,7 @@ class Optimizer:
     def load_state(self, state: Mapping[str, Tensor], update: int, skipped_in_a_row: int) -> None:
         """Load the state saved after `update` updates; the model must have the weights of that checkpoint.
 
-        Raises:
-            ValueError: the state belongs to a model with other parameters or types.
+        Raise ValueError if the state belongs to a model with other parameters or types.
         """
         self._check_keys(state)
         for key, tensor in state.items():

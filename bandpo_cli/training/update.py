@@ -88,16 +88,14 @@ def update_policy(
 ) -> AppliedUpdates:
     """Apply one optimizer update per experience, in order: loss, gradient, AdamW step; the weights change in place.
 
-    A batch whose rewards are all equal has a gradient of 0; AdamW still steps, by its momentum.
+    A batch whose rewards are all equal has a gradient of 0; AdamW still steps, by its momentum. Raise NonFiniteError if
+    an update has non-finite values, unless `on_bad_update` returns.
 
     Args:
         experiences: those of `prepare_updates`. One that needs its own pass for its values under π_old must come first,
             while the policy is still π_old: its ratios are exactly 1.
         on_bad_update: called for each update with non-finite values, before the weights change. If it returns, the
             update is skipped: weights and moments stay, the learning-rate schedule advances. None to raise the error.
-
-    Raises:
-        NonFiniteError: an update has non-finite values, unless `on_bad_update` returns.
     """
     updates = AppliedUpdates()
     for number, experience in enumerate(experiences, start=1):
@@ -131,8 +129,7 @@ def update_policy(
 def finite_norm(experience: Experience, forward: Forward, norm: Tensor) -> float:
     """Return the gradient norm of an update as a number, with one transfer from the device for all that is checked.
 
-    Raises:
-        NonFiniteError: the first of the experience, the log-probs, the loss and the norm that is not finite.
+    Raise NonFiniteError for the first of the experience, the log-probs, the loss and the norm that is not finite.
     """
     columns = {
         "the policy's log-probs": experience.trainer_logprobs,
@@ -201,12 +198,11 @@ def handle_bad_update(
 ) -> None:
     """Store the batch of update `number` (from 1) of a step, and return if the update is to be skipped.
 
+    Raise NonFiniteError if the run stops; it names the update, the file of its batch and settings to try.
+
     Args:
         run: the run folder, where the batch is stored; None on all ranks but one.
         fault: names the non-finite quantity.
-
-    Raises:
-        NonFiniteError: the run stops; the message names the update, the file of its batch and settings to try.
     """
     skipped, optim = optimizer.skipped_in_a_row, config.optim
     is_skipped = skipped < optim.max_skips

@@ -25,8 +25,8 @@ SMALL = [
 """Three batches of two problems, eight completions each."""
 
 
-WITHOUT_TORCH = """
-import sys
+_WITHOUT_TORCH = """
+import contextlib, io, json, os, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
@@ -35,15 +35,6 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 from bandpo_cli.__main__ import main
-main()
-"""
-"""Code for `python -c` that runs `bandpo` and refuses to import torch, transformers and mlflow."""
-
-_ALL_WITHOUT_TORCH = (
-    WITHOUT_TORCH.replace("main()\n", "")
-    + """
-import contextlib, io, json, os
-
 done = []
 for folder, arguments in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
@@ -58,7 +49,7 @@ for folder, arguments in json.load(sys.stdin):
     done.append([code, out.getvalue(), err.getvalue()])
 json.dump(done, sys.stdout)
 """
-)
+"""Code for `python -c` that runs commands and refuses to import torch, transformers and mlflow."""
 
 
 class Done(NamedTuple):
@@ -111,7 +102,7 @@ def start(place: Path, *arguments: str) -> Forked:
 def without_torch(cases: Sequence[tuple[Path, Sequence[str]]]) -> list[Done]:
     """Run commands, each in its folder, in one other interpreter that cannot import torch, transformers and mlflow."""
     done = subprocess.run(
-        [sys.executable, "-c", _ALL_WITHOUT_TORCH],
+        [sys.executable, "-c", _WITHOUT_TORCH],
         input=json.dumps([[str(folder), arguments] for folder, arguments in cases]),
         env={key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"},
         capture_output=True,

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -124,22 +123,3 @@ def test_plot(run):
     arguments = ["-d", "kl", "-d", "js", "--delta", "0.05", "--delta", "0.1", "--compare", "clip,dcpo,none"]
     assert run("0.1", *arguments, "--plot", "out.pdf").code == 0
     assert Path("out.pdf").read_bytes().startswith(b"%PDF")
-
-
-LARGE = ["torch", "transformers", "vllm", "mlflow", "pandas", "matplotlib"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "unused"),
-    [(["bounds", "0.08", "-d", "js"], LARGE), (["--help"], [*LARGE, "numpy", "pydantic"])],
-)
-def test_a_command_does_not_import_what_it_does_not_need(arguments, unused):
-    code = (
-        "import sys; from bandpo_cli.__main__ import main\n"
-        f"sys.argv = ['bandpo', *{arguments!r}]\n"
-        "try: main()\n"
-        "except SystemExit as end: assert not end.code\n"
-        f"assert not set({unused!r}) & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,7 +1,6 @@
 """Shell completion: the environment variables of a shell in, the values that it offers out."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -11,7 +10,7 @@ import pytest
 from bandpo_cli import __version__
 from bandpo_cli.__main__ import main
 from bandpo_cli.config import shipped_configs
-from tests.cli.eval_command import WITHOUT_TORCH, succeed
+from tests.cli.eval_command import succeed
 
 
 @pytest.fixture
@@ -117,20 +116,6 @@ def test_fish_gets_values_with_descriptions(place, capfd):
     assert lines == ["deltas/kl-s0\trun", "first\trun", "second\trun"]
 
 
-@pytest.mark.slow
-def test_heavy_packages_are_not_imported(place):
-    heavy = WITHOUT_TORCH.replace('"mlflow"', '"mlflow", "pydantic", "numpy", "pandas", "matplotlib"')
-    done = subprocess.run(
-        [sys.executable, "-c", heavy],
-        env={**os.environ, **environment("bash", "train", "-c", "gs")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split()
-
-
 @pytest.mark.parametrize("variables", [{}, {"COMP_WORDS": "bandpo train", "COMP_CWORD": "x"}])
 def test_a_malformed_request_prints_nothing(variables, place, capfd):
     with (
@@ -187,6 +172,13 @@ def test_the_help_of_train_has_a_panel_per_group_in_100_columns(tmp_path):
         str.rstrip, lines
     )
     assert len(lines) < 120, "the column of the texts is narrow"
+
+
+def test_the_help_of_sweep_has_commas_where_values_are_compared(tmp_path):
+    lines = succeed("sweep", "--help", cwd=tmp_path, COLUMNS="100").out.splitlines()
+    rows = [line.split() for line in lines if line.startswith("│ --")]
+    metavars = {row[1]: row[2] for row in rows if row[1] in ("--delta", "--model", "--sampler", "--lr")}
+    assert metavars == {"--delta": "R,R", "--model": "M,M", "--lr": "R,R", "--sampler": "ENGINE"}
 
 
 def test_installation_options_are_last(tmp_path):

@@ -1,8 +1,6 @@
 """`bandpo eval --samples`: stored completions are graded again, with equal verdicts, without a model."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -12,7 +10,6 @@ import pytest
 
 from tests.cli.eval_command import SMALL, record_of, samples_of, succeed, usage_error
 from tests.commands import run_bandpo
-from tests.tasks.stored_completions import FOREIGN
 
 
 def write_jsonl(path: Path, *rows: dict) -> Path:
@@ -60,23 +57,6 @@ def test_completions_of_a_training_step_get_equal_verdicts(place):
     by_problem = before.groupby("problem_id")["accuracy"]
     assert by_problem.size().nunique() == 1
     assert figures["mean_at_4"]["value"] == pytest.approx(by_problem.mean().mean())
-
-
-@pytest.mark.slow
-def test_the_command_imports_what_it_needs_and_exits_without_a_garbage_collection(tmp_path):
-    """The start, the imports and the exit take most of the time of a small evaluation."""
-    code = """
-import atexit, gc, sys
-not_needed = ("torch", "pandas", "asyncio", "bandpo_cli.experiments.run", "bandpo_cli.sweeps.sweep_run")
-atexit.register(lambda: print([each for each in not_needed if each in sys.modules], gc.get_freeze_count() > 100_000))
-from bandpo_cli.__main__ import main
-main()
-"""
-    path = write_jsonl(tmp_path / "a.jsonl", FOREIGN[0])
-    arguments = ["eval", "--samples", str(path), "--no-mlflow", "--runs-dir", str(tmp_path / "runs")]
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[] True"
 
 
 def test_the_chosen_grader_grades_stored_completions(tmp_path):

@@ -1,8 +1,6 @@
 """`bandpo report`: output, location of the files, and error messages."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -86,21 +84,3 @@ def test_nothing_is_truncated_in_80_columns(report, tmp_path):
     _, out, _ = report("s", COLUMNS="80")
     assert "…" not in out
     assert "±0.038" in out
-
-
-@pytest.mark.slow
-def test_reading_files_imports_no_large_package(tmp_path):
-    write_sweep(tmp_path / "s", {"clip": {0: 0.4}})
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from bandpo_cli.reports.run_plots import plot_run\n"
-        "from bandpo_cli.reports.run_variants import read_sweep\n"
-        "from bandpo_cli.reports.write_report import write_report\n"
-        "folder = Path(sys.argv[1])\n"
-        "assert write_report(read_sweep(folder), folder / 'report').variants\n"
-        "assert plot_run(folder / 'clip-s0', suffix='.svg')\n"
-        "print([m for m in ('torch', 'matplotlib.pyplot', 'mlflow') if m in sys.modules])"
-    )
-    arguments = [sys.executable, "-c", code, str(tmp_path / "s")]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

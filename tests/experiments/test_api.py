@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -173,18 +171,3 @@ def test_mistakes_are_raised_before_anything_is_written(tmp_path):
     with pytest.raises(UserError, match=f"no run {str(tmp_path / 'other')!r}"):  # a path is a name, too
         resume(tmp_path / "other", tmp_path)
     assert [*tmp_path.rglob("*")] == [tmp_path / "demo"]
-
-
-@pytest.mark.slow
-def test_a_module_is_imported_when_its_function_is_used_and_none_imports_torch():
-    code = """
-import sys
-import bandpo_cli.experiments as experiments
-
-print([name for name in sys.modules if name.startswith("bandpo_cli.experiments.")])
-print(all(getattr(experiments, name).__name__ == name for name in experiments.__all__))
-print(hasattr(experiments, "tune"), {*experiments.__all__} < {*dir(experiments)})
-print([name for name in ("torch", "mlflow", "matplotlib", "pyarrow", "rich", "typer") if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "True", "False True", "[]"]

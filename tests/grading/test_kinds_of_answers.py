@@ -127,6 +127,16 @@ def test_equal_variants_are_correct_and_near_misses_are_wrong(pool, line):
     assert verdicts(pool, gold, list(expected)) == expected
 
 
+@pytest.mark.slow
+def test_a_formula_with_other_values_is_refuted_without_a_simplification(monkeypatch):
+    """A simplification of large formulas takes longer than the deadline of the grader."""
+    from bandpo_cli.grading import symbolic
+
+    for name in ("verify", "simplify"):
+        monkeypatch.setattr(symbolic, name, lambda *_, **__: pytest.fail("the formula was simplified"))
+    assert not symbolic.is_equal("x^2+2x+1", "(x+1)^2+y")
+
+
 @pytest.mark.parametrize("grader", ["math", "number"])
 def test_no_answer_in_the_required_form_is_malformed(pool, grader):
     texts = ["", "5", "the answer is 5", "\\boxed{5", "Answer:", f"Answer: {'5+' * 600}5"]

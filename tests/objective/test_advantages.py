@@ -106,26 +106,27 @@ def test_shares_of_wrong_peers():
     assert wrong_peers(group_of([RIGHT])) == [0]
 
 
-BATCH_STD = statistics.stdev([1, 0, 0.5, 2, 1, 1, 1, *[1.0] * 4, *[0.0] * 4])
-"""Of all rewards of the test below: the third reward of the first group is missing."""
+BATCH_STD = statistics.stdev([1, 0, 0.5, 2, 1, 1, 1, 1, 0, *[1.0] * 4, *[0.0] * 4])
+"""Of all rewards of the test below: one reward of the first group is missing, and two of the third."""
 
 
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
-        # [1, 0, –, 0.5], mean 0.5, and [2, 1, 1, 1], mean 1.25; the rewards of two groups are all equal
-        ("rloo", [[0.75, -0.75, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3], [0] * 4, [0] * 4]),
-        ("maxrl", [[1, -1, 0, 0], [0.6, -0.2, -0.2, -0.2], [0] * 4, [0] * 4]),
-        ("batch", [[0.5, -0.5, 0, 0], [0.75, -0.25, -0.25, -0.25], [0] * 4, [0] * 4]),
-        ("examples.custom_advantages:median_advantages", [[0.5, -0.5, 0, 0], [1, 0, 0, 0], [0] * 4, [0] * 4]),
+        # [1, 0, –, 0.5], mean 0.5; [2, 1, 1, 1], mean 1.25; [1, –, 0, –]; the rewards of two groups are all equal
+        ("rloo", [[0.75, -0.75, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3], [1, 0, -1, 0]]),
+        ("maxrl", [[1, -1, 0, 0], [0.6, -0.2, -0.2, -0.2], [1, 0, -1, 0]]),
+        ("batch", [[0.5, -0.5, 0, 0], [0.75, -0.25, -0.25, -0.25], [0.5, 0, -0.5, 0]]),
+        ("examples.custom_advantages:median_advantages", [[0.5, -0.5, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]),
     ],
 )
 def test_estimators_equal_a_case_by_hand(estimator, expected):
     objective = ObjectiveConfig(advantages=estimator)
-    rewards = torch.tensor([[1, 0, 9, 0.5], [2, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]]).double()
+    rewards = torch.tensor([[1, 0, 9, 0.5], [2, 1, 1, 1], [1, 9, 0, 9], [1, 1, 1, 1], [0, 0, 0, 0]]).double()
     found = estimate_advantages(objective, rewards, rewards != 9)
     scale = BATCH_STD + STD_EPS if estimator == "batch" else 1.0
-    torch.testing.assert_close(found * scale, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+    expected = torch.tensor([*expected, [0] * 4, [0] * 4], dtype=torch.float64)
+    torch.testing.assert_close(found * scale, expected, rtol=0, atol=1e-12)
 
 
 def test_gdpo_equals_a_case_by_hand():

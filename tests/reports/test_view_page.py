@@ -55,7 +55,8 @@ def write_run(runs: Path, name: str, problems: tuple[str, str], **changes: Any) 
     for number, key in enumerate(problems):
         rollouts = []
         for length in LENGTHS[2 * number : 2 * number + 2]:
-            completion = Completion(ids[start : start + length], [-1.0] * length, "stop", 0)
+            reason = "length" if length == max(LENGTHS) else "stop"
+            completion = Completion(ids[start : start + length], [-1.0] * length, reason, 0)
             text = "".join(TEXTS[index] for index in ids[start : start + length])
             grade = Grade(float(length % 3 == 1), length % 2 == 0, HOSTILE[2])
             rollouts.append(Rollout(problem(key), f"prompt {HOSTILE[0]}", (1,), completion, text, grade))
@@ -134,6 +135,7 @@ def test_the_page_has_the_values_of_the_tables_and_no_markup_of_a_text(run):
     assert part["prompts"] == [f"prompt {HOSTILE[0]}"] * 2
     sides = [group["sides"][0] for group in index["groups"]]
     assert [[item["length"] for item in side] for side in sides] == [[3, 10], [4, 2]]
+    assert [[item["truncated"] for item in side] for side in sides] == [[False, True], [False, False]]
     assert [item["advantage"] for side in sides for item in side] == ADVANTAGE.tolist()
     assert [group["equal"] for group in index["groups"]] == [[False], [False]]
     starts = np.cumsum([0, *LENGTHS])

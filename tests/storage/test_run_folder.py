@@ -35,8 +35,14 @@ from bandpo_cli.storage.run_folder import (
     unused_name,
 )
 from bandpo_cli.storage.run_record import read_stored_run, read_summary
-from bandpo_cli.storage.tables import TOKEN_COLUMNS, TokenValues, eval_table, read_token_values
-from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
+from bandpo_cli.storage.tables import (
+    TOKEN_COLUMNS,
+    TokenValues,
+    eval_table,
+    read_graded_completions,
+    read_token_values,
+)
+from bandpo_cli.types import MESSAGES, Completion, Grade, Group, Problem, Rollout
 from tests.tasks.stored_completions import ROW
 
 
@@ -210,6 +216,24 @@ def test_the_table_of_a_step_without_completions_has_the_same_columns(tmp_path):
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
     empty = folder.write_samples(11, [])
     assert pq.read_table(empty).schema.equals(pq.read_table(path).schema)
+
+
+def test_the_text_of_a_stored_conversation_has_all_turns_and_calls(tmp_path):
+    call = {"type": "function", "function": {"name": "search", "arguments": {"q": "π"}}}
+    messages = [
+        {"role": "assistant", "content": "Let me look.", "tool_calls": [call]},
+        {"role": "tool", "name": "search", "content": "3.14"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    problem = Problem("p1", "What is π?", "3.14", "mine", "mine", extra={MESSAGES: messages})
+    rollout = Rollout(
+        problem, "What is π?", (1,), Completion((5,), (-0.5,), "stop", 0), "…", Grade(1.0, True, "correct")
+    )
+    path = RunFolder.create(tmp_path, "a").write_samples(1, [Group(problem, (rollout,))])
+    (row,) = read_graded_completions(path)
+    function = '{"name": "search", "arguments": {"q": "π"}}'
+    turns = ["[assistant] Let me look.", function, "[search] 3.14", f"[assistant] {function}"]
+    assert row["text"].splitlines() == turns
 
 
 def test_token_values_come_back_from_at_most_20_bytes_per_token(tmp_path):

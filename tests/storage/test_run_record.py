@@ -85,6 +85,8 @@ def test_environment_has_versions_and_hardware_and_no_secret(monkeypatch):
     assert env["command"].endswith("tracking.uri=https://***@example.org/mlflow")
     assert env["versions"]["python"].startswith("3.")
     assert "mlflow" in env["versions"]
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    assert not names or env["hardware"]["cpu"] == names[0].partition(":")[2].strip()
     assert env["hardware"]["cores"] >= env["hardware"]["usable_cores"] >= 1
 
 

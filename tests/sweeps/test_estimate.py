@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from bandpo_cli.cli.console import Console
 from bandpo_cli.cli.sweep import SweepView
 from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.storage.run_folder import RunFolder
@@ -83,7 +84,9 @@ def sweep_of(tmp_path: Path, **checkpoint: object) -> SweepInfo:
 def test_three_runs_of_a_model_with_two_million_weights(tmp_path, checkpoint, per_run):
     for part in ("a", "b"):
         save_file({part: MILLION}, tmp_path / "model" / f"{part}.safetensors")
-    needed, free = estimate_disk_space(sweep_of(tmp_path, **checkpoint), tmp_path / "later" / "runs")
+    info = sweep_of(tmp_path, **checkpoint)
+    assert info.forked_at == 0
+    needed, free = estimate_disk_space(info, tmp_path / "later" / "runs")
     assert needed == 3 * per_run * 2_000_000 * 12
     assert free == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
 
