@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from bandpo_cli.cli.console import Console
 from bandpo_cli.cli.sweep import SweepView
 from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.storage.run_folder import RunFolder
