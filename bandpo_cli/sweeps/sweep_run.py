@@ -210,9 +210,8 @@ def sweep(
         callbacks: receive the events of `callbacks.Callback`; `step` has the states of all runs about once per second.
         x: the axis of the report (`metric_names.AXES`): variants are compared at equal steps, tokens, flops or seconds.
 
-    Raises:
-        UserError: a setting cannot be used, the name is taken, there is no such sweep, or another process writes to it.
-        KeyboardInterrupt, SystemExit: after the running processes have been stopped; the sweep can be resumed.
+    Raises UserError if a setting cannot be used, the name is taken, there is no such sweep, or another process writes
+    to it. KeyboardInterrupt and SystemExit stop the running processes first; the sweep can be resumed.
     """
     runs_dir, executor = given_path(runs_dir), executor or Executor()
     if isinstance(plan, Mapping):

@@ -35,10 +35,8 @@ def check_reachable(uri: str) -> None:
     """Return when the store `uri` answers, or is of a kind that only MLflow can check (a file, databricks).
 
     A web server answers with any status below 500, a database server by accepting a connection. This check does not
-    import MLflow, which takes seconds of processor time.
-
-    Raises:
-        OSError: no answer within `CONNECT_TIMEOUT_S`, or a web server answers with an error of its own (5xx).
+    import MLflow, which takes seconds of processor time. Raises OSError if there is no answer within
+    `CONNECT_TIMEOUT_S`, or a web server answers with an error of its own (5xx).
     """
     try:
         parts = urlsplit(uri)
