@@ -25,7 +25,7 @@ from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.paths import nearest_file, path_exists, read_text
 from bandpo_cli.registries import BUNDLED_MODELS, TASKS, task_kind
-from bandpo_cli.settings_validation import Section, TaggedSection, describe_error, setting_for, trainer_keys
+from bandpo_cli.settings_validation import Section, TaggedSection, describe_error, meaning_of, trainer_keys
 
 _TAGGED: Mapping[str, type[TaggedSection]] = {"task": TaskSettings, "bounds": MethodSettings}
 
@@ -277,9 +277,9 @@ def setting_text(value: Any) -> str:
 
 
 def settings_named(option: str) -> list[str]:
-    """Return the settings that an unknown option may mean: that of `setting_for`, else those with the option's name."""
-    if known := setting_for(option):
-        return [known]
+    """Return the settings that an unknown option may mean: that of `meaning_of`, else those with the option's name."""
+    if setting := meaning_of(option)[0]:
+        return [setting]
     end = f".{option.lstrip('-').replace('-', '_')}"
     return [key for key in flatten(RunConfig().model_dump()) if key.endswith(end)]
 

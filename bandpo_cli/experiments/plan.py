@@ -18,7 +18,7 @@ from bandpo_cli.callbacks import Callback, TrainCallback
 from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent, check_engine, needs_answer
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig, check_ranks, dtype_on
-from bandpo_cli.custom_code import load_setting
+from bandpo_cli.custom_code import is_function_path, load_setting
 from bandpo_cli.errors import ConfigError, UserError, definition_location, log, plural
 from bandpo_cli.grading.answers import unparsed_references
 from bandpo_cli.grading.pool import check_grader
@@ -27,14 +27,7 @@ from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.settings import CustomSettings, TrustRegionSettings
 from bandpo_cli.paths import MODEL_CONFIG, cached_commit, is_adapter_folder, path_exists, user_path
 from bandpo_cli.processes.ranks import rank_count
-from bandpo_cli.registries import (
-    ADVANTAGES,
-    BUNDLED_MODELS,
-    DATASETS,
-    ENGINES,
-    ENVIRONMENT_GRADER,
-    generated_tasks,
-)
+from bandpo_cli.registries import BUNDLED_MODELS, DATASETS, ENGINES, ENVIRONMENT_GRADER, generated_tasks
 from bandpo_cli.storage.checkpoints import Progress, check_model_path, inherited_layers, resolve_model
 from bandpo_cli.storage.run_folder import RunFolder, check_name, timestamped, unused_name
 from bandpo_cli.tasks.rows import NotLoadedError
@@ -172,7 +165,7 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
         from bandpo_cli.bounds.band import find_divergence
 
         find_divergence(config.bounds.divergence)  # raises for a custom divergence that cannot be used
-    if config.objective.advantages not in ADVANTAGES:
+    if is_function_path(config.objective.advantages):
         from bandpo_cli.objective.advantages import check_estimator
 
         check_estimator(config.objective)
