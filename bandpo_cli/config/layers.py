@@ -69,11 +69,7 @@ def as_layers(settings: Settings) -> list[Layer]:
 
 
 def resolve(settings: Settings) -> RunConfig:
-    """Merge layers, earliest first, over the defaults of the task and the model that they name, and validate them.
-
-    Raises:
-        ConfigError: one line that names the key, the value, what is allowed and the nearest valid name.
-    """
+    """Merge layers, earliest first, over the defaults of the task and the model that they name, and validate them."""
     layers = as_layers(settings)
     merged: dict[str, Any] = {}
     for layer in layers:

@@ -99,10 +99,8 @@ class ComparisonResult:
 def compare(a: str, b: str, runs_dir: Path | str = "runs", margin: float = MARGIN) -> ComparisonResult:
     """Compare two evaluations problem by problem: B − A, with paired 95% intervals and verdicts.
 
-    Args:
-        a: an evaluation's name in `runs_dir`, its folder or its eval.json; or RUN or RUN@STEP as evaluated in training.
-        b: another one.
-        margin: margin of equivalence, in units of accuracy.
+    An evaluation is its name in `runs_dir`, its folder or its eval.json; or RUN or RUN@STEP as evaluated in training.
+    `margin` is the margin of equivalence, in units of accuracy.
     """
     check_margin(margin)
     path_a, path_b = (_find_record(str(text), given_path(runs_dir)) for text in (a, b))
