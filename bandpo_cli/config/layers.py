@@ -9,7 +9,6 @@ valid name.
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import reduce
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,12 +57,11 @@ def as_layers(settings: Settings) -> list[Layer]:
             known = ", ".join(RunConfig.model_fields)
             raise ConfigError(f"{layer!r:.80}: expected settings as a dictionary, with keys among {known}")
         if not isinstance(layer, FileLayer):
-            sections = {
-                str(k): v.model_dump(mode="json") if isinstance(v, Section) else v for k, v in layer.items()
-            }
-            layer = reduce(
-                _merge_mappings, (nest({key: value}) for key, value in sections.items()), dict[str, Any]()
-            )
+            nested: dict[str, Any] = {}
+            for key, value in layer.items():
+                plain = value.model_dump(mode="json") if isinstance(value, Section) else value
+                nested = _merge_mappings(nested, nest({str(key): plain}))
+            layer = nested
         layers.append(layer)
     return layers
 

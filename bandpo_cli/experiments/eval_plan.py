@@ -194,10 +194,8 @@ def _warn_of_training_problems(own: RunConfig, config: RunConfig, task: Task) ->
     for label, problems in task.heldout_sets().items():
         evaluated = problems[: config.evaluation.problems]
         if count := sum(question_key(problem.prompt) in trained for problem in evaluated):
-            of_all = (
-                f"{label}: {count:,} of {plural(len(evaluated), 'problem')} are training problems of the run"
-            )
-            log.warning("%s; without --task, the held-out ones are used", of_all)
+            of_all = f"{count:,} of {plural(len(evaluated), 'problem')} are training problems of the run"
+            log.warning("%s: %s; without --task, the held-out ones are used", label, of_all)
 
 
 def _plan_samples(path: Path, grader: str | None, layers: Sequence[Layer]) -> EvalPlan:

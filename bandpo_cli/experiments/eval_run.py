@@ -148,10 +148,8 @@ def _run(
             rows: list[EvalRow] = []
             if is_main:
                 folder.drop_parts()  # a kill between the table and this call leaves them
-                if not (rows := read_eval_table(folder.samples_path)):
-                    raise UserError(
-                        f"{folder.samples_path}: holds no completions; remove it to sample them again"
-                    )
+                if not (rows := read_eval_table(table := folder.samples_path)):
+                    raise UserError(f"{table}: holds no completions; remove it to sample them again")
             info = EvalInfo(plan, folder.path, len(rows), len(rows), True, ())
         else:
             source, parts = _open_source(plan, events, stack), dict[PartKey, list[EvalRow]]()

@@ -159,10 +159,9 @@ class StepMonitor:
 
 def _is_all_masked(record: Record) -> bool:
     """Return whether masks have removed the gradient of all tokens in a step with advantages and no skipped update."""
-    has_advantages = (
-        record.get("train/uniform_group_fraction", 1.0) < 1 and record.get("optim/skipped_updates") == 0
-    )
-    return has_advantages and record.get("gradient/zero_fraction", 1.0) == 1
+    has_advantages = record.get("train/uniform_group_fraction", 1.0) < 1
+    is_masked = record.get("gradient/zero_fraction", 1.0) == 1
+    return has_advantages and is_masked and record.get("optim/skipped_updates") == 0
 
 
 def stop_reason(config: RunConfig, records: Sequence[Record]) -> str | None:
