@@ -74,29 +74,17 @@ class Fork:
 
 @dataclass(frozen=True)
 class Plan:
-    """A training run that has been checked and not started.
+    """A training run that has been checked and not started."""
 
-    Attributes:
-        config: the settings, for config.yaml.
-        pinned: the same with the engine and the commits that the run, or the parent of a fork, started with.
-        task: the problems, loaded; None for a resume of a run whose steps are all done.
-        folder: the run folder, which a new run has yet to create.
-        warnings: what the user should know before the run starts, one line each.
-        step: the step of the checkpoint that the run continues; -1 for the initial weights.
-        text: the checkpoint and the number of steps to train, for the user.
-        fork: the checkpoint of another run that a new run continues.
-        is_resume: the run continues in its folder.
-    """
-
-    config: RunConfig
-    pinned: RunConfig
-    task: Task | None
-    folder: RunFolder
-    warnings: Sequence[str]
-    step: int = -1
-    text: str = ""
-    fork: Fork | None = None
-    is_resume: bool = False
+    config: RunConfig  # for config.yaml
+    pinned: RunConfig  # with the engine and the commits that the run, or the parent of a fork, started with
+    task: Task | None  # with its problems; None for a resume of a run whose steps are all done
+    folder: RunFolder  # which a new run has yet to create
+    warnings: Sequence[str]  # what the user should know before the run starts, one line each
+    step: int = -1  # of the checkpoint that the run continues; -1 for the initial weights
+    text: str = ""  # the checkpoint and the number of steps to train, for the user
+    fork: Fork | None = None  # the checkpoint of another run that a new run continues
+    is_resume: bool = False  # the run continues in its folder
 
     @property
     def first_step(self) -> int:
