@@ -101,16 +101,10 @@ def evaluation_by_hand(recording: Recording, step: int) -> dict[str, dict[str, d
             group = next(groups)
             assert {item.problem.id for item in group} == {problem.id}
             correct = [item.grade.correct for item in group]
-            verdicts = [item.grade.verdict for item in group]
             by_hand[label][problem.id] = {
                 "mean_at_3": mean(correct),
                 "pass_at_2": mean([any(pair) for pair in combinations(correct, 2)]),
-                "answer_format_rate": 1 - verdicts.count("malformed") / 3,
-                "truncation_rate": mean([item.completion.finish_reason == "length" for item in group]),
                 "response_length": mean([len(item.completion.token_ids) for item in group]),
-                "timeout_rate": verdicts.count("timeout") / 3,
-                "grader_error_rate": verdicts.count("grader-error") / 3,
-                "not_applicable_rate": verdicts.count("not-applicable") / 3,
             }
     assert next(groups, None) is None
     return by_hand
