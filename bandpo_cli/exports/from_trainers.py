@@ -40,10 +40,7 @@ class Translation:
     """
 
     def __init__(self, trainer: str, given: Mapping[str, Any]) -> None:
-        """Translate keys as `read_trainer_file` returns them; for trl they may have `num_processes`, the ranks.
-
-        Raises ConfigError for a run without an equivalent here.
-        """
+        """Translate keys as `read_trainer_file` returns them; for trl they may have `num_processes`, the ranks."""
         self.trainer, self.title, self.given, self.updates = trainer, trainer.replace("trl", "TRL"), given, 1
         self.rows, self._losses = trainer_keys(trainer), trainer_keys(f"{trainer}_losses")
         self.settings: dict[str, tuple[Any, str]] = {}
