@@ -18,7 +18,7 @@ from bandpo_cli.callbacks import Callback, TrainCallback
 from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent, check_engine, needs_answer
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig, check_ranks, dtype_on
-from bandpo_cli.custom_code import is_function_path, load_setting
+from bandpo_cli.custom_code import load_setting
 from bandpo_cli.errors import ConfigError, UserError, definition_location, log, plural
 from bandpo_cli.grading.answers import unparsed_references
 from bandpo_cli.grading.pool import check_grader
@@ -153,7 +153,7 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
         from bandpo_cli.bounds.band import find_divergence
 
         find_divergence(config.bounds.divergence)  # raises for a custom divergence that cannot be used
-    if is_function_path(config.objective.advantages):
+    if ":" in config.objective.advantages:  # a custom function
         from bandpo_cli.objective.advantages import check_estimator
 
         check_estimator(config.objective)
