@@ -60,18 +60,15 @@ class EvalInfo:
 class EvalResult:
     """The end of an evaluation, with the contents of eval.json.
 
-    Attributes:
-        scores: metrics with intervals by evaluation set; empty where the evaluation ended early.
-        mlflow: the address of the run in MLflow, for a file or a database after the command that starts MLflow's pages;
-            None where MLflow does not have the metrics, and in `Callback.end`, which comes before they are sent.
-        error: the exception that ended the evaluation early.
+    `mlflow` is the address of the run in MLflow, for a file or a database after the command that starts MLflow's pages;
+    None where MLflow does not have the metrics, and in `Callback.end`, which comes before they are sent.
     """
 
     folder: Path
     record: dict[str, Any]
-    scores: Mapping[str, Scores]
+    scores: Mapping[str, Scores]  # metrics with intervals by set; empty where the evaluation ended early
     mlflow: str | None = None
-    error: BaseException | None = None
+    error: BaseException | None = None  # the exception that ended the evaluation early
 
 
 EvalCallback = Callback[EvalInfo, "Batch", EvalResult]

@@ -295,20 +295,18 @@ def check_profile_steps(steps: int, first_step: int, last_step: int) -> None:
 class ProfileCallback(CallbackBase):
     """Traces some steps with torch's profiler, after the first one, which compiles kernels and allocates memory.
 
-    The numbers of the run do not change.
-
-    Attributes:
-        trace: `profile/step-000002.json.gz` in the run folder, named after the first traced step; in the format of
-            Chrome's tracing.
-        steps: the steps that were traced completely.
-        seconds: sum of `time/step` over these steps.
-        phases: by name, once the trace is written; `update/backward` is the part `backward` of the phase `update`.
+    The numbers of the run do not change. The trace is in the format of Chrome's tracing.
     """
 
     def __init__(self, steps: int) -> None:
-        self.trace, self.seconds = Path(), 0.0
-        self.steps: list[int] = []
-        self.phases: dict[str, PhaseTime] = {}
+        self.trace = (
+            Path()
+        )  # `profile/step-000002.json.gz` in the run folder, named after the first traced step
+        self.steps: list[int] = []  # those that were traced completely
+        self.seconds = 0.0  # sum of `time/step` over these steps
+        self.phases: dict[
+            str, PhaseTime
+        ] = {}  # by name, such as `update/backward`, once the trace is written
         self._wanted = steps
         self._profiler: profile | None = None
 
