@@ -140,11 +140,10 @@ class Executor:
 
 @dataclass(frozen=True)
 class SweepInfo:
-    """A sweep at its start, as callbacks receive it.
+    """A sweep at its start, as callbacks receive it: the settings of the runs by name, and the runs that are to be
+    executed.
 
     Attributes:
-        configs: the settings of the runs, by name.
-        pending: the runs that are to be executed.
         slots: runs at a time.
         threads: CPU threads per process of a run.
         ranks: processes of a run, each with a GPU of its own where there are GPUs.
