@@ -231,8 +231,7 @@ def delay_warnings(describe: Callable[[], str]) -> Iterator[None]:
 def check_grader(name: str, problems: Sequence[Problem] = (), trial: GradingConfig | None = None) -> None:
     """Raise ConfigError if there is no such grader, its import fails, or it cannot be used on these problems.
 
-    With the settings `trial`, an asynchronous function is also called on the reference answer of a problem, since the
-    server that it needs may not answer.
+    With the settings `trial`, an asynchronous function is called on a reference answer: its server may not answer.
     """
     if name in GRADERS:
         errors = (problem_error(name, problem) for problem in problems)
@@ -324,10 +323,7 @@ def grade_components(
 
 
 def graded_by(component: RewardComponent | None, problems: Sequence[Problem]) -> Sequence[Problem]:
-    """Return the problems with the grader of the component; unchanged if the component names none.
-
-    A control also gets the name of the grader of the answers.
-    """
+    """Return the problems with the grader of the component if it names one; a control also gets that of the answers."""
     if component is None or (grader := component.grader) is None:
         return problems
     if not component.is_control:

@@ -126,14 +126,13 @@ def load_policy(
 ) -> Policy:
     """Load model and tokenizer onto the configured device; of an adapter, its base model with merged weights.
 
-    The model always stays in evaluation mode: dropout would make π and π_old differ for the same weights. Raise
-    UserError if the model cannot be loaded, the tokenizer has no end-of-sequence token, or the model cannot be trained
-    with these settings.
+    The model always stays in evaluation mode: dropout would make π and π_old differ for the same weights. All ranks
+    call this together; only a model for training is sharded. Raise UserError if the model cannot be loaded, the
+    tokenizer has no end-of-sequence token, or the model cannot be trained with these settings.
 
     Args:
         for_training: also check that the packed forward pass gives the same log-probs as the ordinary one, and enable
             gradient checkpointing and add adapters to train (LoRA) if that is configured.
-        ranks: the processes of the run; all of them must call this together. Only a model for training is sharded.
         seed: seed of the run, for the initial adapters.
         model_config, tokenizer: what `read_config` and `load_tokenizer` have returned for the model; None to read them.
     """
@@ -269,8 +268,7 @@ def load_reference(policy: Policy, config: ModelConfig) -> Policy:
 def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write a folder that transformers and vLLM can load: weights, or with LoRA adapters for peft, and tokenizer.
 
-    Args:
-        weights: what `weights_to_save` returns, or a copy; None for the weights in use.
+    `weights` are what `weights_to_save` returns, or a copy; None for the weights in use.
     """
     if lora.has_adapters(policy.model):
         save_adapter(policy.model, folder, weights)
@@ -318,10 +316,9 @@ def _attention(config: ModelConfig) -> str | None:
 
 
 def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig, on_gpu: bool) -> bool:
-    """Return whether the model is trained with gradient checkpointing if its architecture can.
+    """Return whether the model is trained with gradient checkpointing; without an estimate, `auto` is true on a GPU.
 
-    An `auto` for which the estimate of the memory has chosen nothing, since it has none, is true on a GPU. Raise
-    UserError if the setting is true, and the architecture has none that works outside of training mode.
+    Raise UserError if the setting is true, and the architecture has none that works outside of training mode.
     """
     supported, setting = bool(checkpointed_layers(model)), config.gradient_checkpointing
     if setting is True and not supported:

@@ -257,9 +257,8 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def weights_to_save(model: PreTrainedModel, ranks: Ranks) -> Mapping[str, Tensor]:
     """Return the weights of a checkpoint, which rank 0 writes: those of the model, or of its adapters alone.
 
-    Without further ranks this is the state dict, without a copy; tied weights share their memory. Of a sharded model
-    rank 0 gets a copy in host memory, gathered tensor by tensor, and the others get nothing; all ranks must call this
-    together.
+    Without further ranks this is the state dict, not copied. Of a sharded model rank 0 gets a copy in host memory,
+    gathered tensor by tensor, and the others get nothing; all ranks must call this together.
     """
     saved = adapter_weights(model) if lora.has_adapters(model) else checkpoint_weights(model)
     if not is_sharded(model):

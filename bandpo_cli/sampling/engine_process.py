@@ -62,11 +62,8 @@ class EngineProcess(Sampler):
     def __init__(self, config: RunConfig, policy: Policy) -> None:
         """Start the process, build the engine there and send the weights as version 0; all ranks do so together.
 
-        Raises:
-            ConfigError: the engine is not installed.
-            UserError: the engine cannot start with this model and these settings.
-            RunError: the process cannot be started, or it ended.
-            StaleEngineError: the first sync failed.
+        Raise ConfigError if the engine is not installed, UserError if it cannot start with this model and these
+        settings, RunError if the process cannot be started or ended, StaleEngineError if the first sync failed.
         """
         self._ranks = policy.ranks
         self._lock = threading.Lock()

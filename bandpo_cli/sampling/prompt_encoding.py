@@ -148,10 +148,9 @@ class PromptEncoder:
     def turn_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the tokens between the end token of the assistant's turn and its next turn, with `messages` in them.
 
-        The end of the template's text of a conversation is tokenized by itself, never the turns before. A special token
-        or a mark of the template in a message stays text: a tool cannot end the turn and continue as another role.
-        Raise ConfigError if there is no chat template, it refuses the messages, or the model has no embedding for a
-        token.
+        The turns before are not tokenized again. A special token or a mark of the template in a message stays text: a
+        tool cannot end the turn and continue as another role. Raise ConfigError if there is no chat template, it
+        refuses the messages, or the model has no embedding for a token.
         """
         rows = self.tokenizer(self._turn_text(messages).split(_BREAK), add_special_tokens=False)["input_ids"]
         ids = [*chain.from_iterable(rows)]

@@ -64,9 +64,8 @@ class SamplingSetup(Prompts):
 def set_up_sampling(config: RunConfig, task: Task, ranks: Ranks, training: bool = True) -> SamplingSetup:
     """Encode and check the prompts and load the policy; the ranks must call this together.
 
-    `training` is False for an evaluation, which has no training problems and no gradients.
-
-    Raises UserError if the model or the data cannot be loaded, or a prompt limit leaves no problem.
+    An evaluation (not `training`) has no training problems and no gradients. Raise UserError if the model or the data
+    cannot be loaded, or a prompt limit leaves no problem.
     """
     prompts = encode_prompts(config, task, ranks, training)
     files = prompts.model_config, prompts.encoder.tokenizer
@@ -141,14 +140,10 @@ def stream_completions(
     version: int,
     conversations: Conversations | None = None,
 ) -> Generator[list[list[Completion]], None, None]:
-    """Yield the completions [P][n] of each request in order, sampled at the same time if the sampler can.
+    """Yield the completions [P][n] of each request, with its problems [P], in order; a conversation has several turns.
 
-    Raise StaleEngineError if the engine has other weights than those after `version` optimizer updates. Raise RunError
-    if the system refuses to start a worker of the conversations.
-
-    Args:
-        requests: each with its problems [P].
-        conversations: samples several turns per completion; None for one.
+    Raise StaleEngineError if the engine has other weights than those after `version` optimizer updates, RunError if the
+    system refuses to start a worker of the conversations.
     """
     session = None if conversations is None else Session(conversations, params, sampler)
     source: Iterable[SampleRequest | None] = (request for _, request in requests)

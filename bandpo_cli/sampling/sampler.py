@@ -202,8 +202,7 @@ def is_exact(sampler: Sampler, policy: Policy) -> bool:
 def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
     """Return the engine that `sampling.engine` names; of a model it has no weights until `load`.
 
-    Raise ConfigError if the engine is not installed. Raise UserError if the engine cannot start with this model and
-    these settings.
+    Raise ConfigError if the engine is not installed, UserError if it cannot start with this model and these settings.
     """
     on_gpu = policy.device.type == "cuda"
     engine = resolve_engine(config.sampling.engine, on_gpu)
@@ -353,8 +352,7 @@ def build_transformers_sampler(config: SamplingConfig, policy: Policy) -> Sample
 def random_numbers(seeds_P: Sequence[int], samples: int, max_tokens: int) -> Iterator[Tensor]:
     """Yield the random numbers of the next token of n completions of each of P prompts, [P·n] float64 in [0, 1).
 
-    Those of a prompt depend on its seed alone, and every completion has one per token, also after its end: a
-    completion depends neither on the other prompts of a batch nor on when other completions end.
+    Those of a prompt depend on its seed alone, and every completion has one per token, also after its end.
     """
     generators = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds_P]
     for start in range(0, max_tokens, DRAWN_STEPS):

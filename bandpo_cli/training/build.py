@@ -114,10 +114,7 @@ class Components(SamplingSetup):
                     raise ValueError(f"{checkpoints.ROLLOUTS} holds steps {steps}")
 
     def close(self) -> None:
-        """Shut down the sampling engine and the grading processes.
-
-        If one of them fails, the other one is closed all the same, and then the error is raised.
-        """
+        """Shut down the sampling engine and the grading processes, all of them before an error is raised."""
         with ExitStack() as stack:
             if self.conversations is not None:
                 stack.callback(self.conversations.pool.close)

@@ -106,12 +106,9 @@ def write_checkpoint(
 ) -> None:
     """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed to its final name.
 
-    All ranks must call this together: rank 0 writes the model and each rank its shards of the optimizer state. An error
-    on one rank is raised on all. The weights are those of `state`. Raise RunError if the files cannot be written; an
-    existing checkpoint stays, and the hidden folder is removed, as after any other exception.
-
-    Args:
-        check: called before each file and within large ones; what it raises gives up the checkpoint.
+    All ranks must call this together: rank 0 writes the weights of `state` and each rank its shards of the optimizer
+    state. An error on one rank is raised on all: RunError if the files cannot be written, or what `check` raises, which
+    is called before each file and within large ones. An existing checkpoint stays, and the hidden folder is removed.
     """
     ranks, hidden = policy.ranks, checkpoints.hidden_folder(folder, "writing")
     checksums: dict[str, str] = {}
@@ -225,9 +222,8 @@ class AbandonedError(RunError):
 class StateCopy:
     """Copy of a training state in host memory, pinned where the state is on a GPU.
 
-    Its tensors are allocated once and overwritten by each copy; the state must keep its tensors in their places. With
-    several ranks each copies its shards of the optimizer state, on `mesh`; the weights, which rank 0 has gathered in
-    host memory, are kept as they are.
+    Its tensors are allocated once and overwritten by each copy; the state must keep its tensors in their places. Each
+    of several ranks copies its shards of the optimizer state, on `mesh`, but not the weights, which are in host memory.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:

@@ -361,8 +361,7 @@ def _sampled(
 def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int) -> Experience:
     """Return the experience with this rank's completions in micro-batches of at most `max_tokens` tokens.
 
-    The ranks have about equal numbers of tokens, and equal numbers of micro-batches: some may be empty, because every
-    pass through a sharded model needs all ranks.
+    The ranks have about equal numbers of tokens, and equal numbers of micro-batches, some of which may be empty.
     """
     ranks, device, groups = policy.ranks, experience.lengths.device, experience.groups
     prompts_P = [group.rollouts_G[0].prompt_ids for group in groups]

@@ -62,18 +62,14 @@ def train(
 
     Step 0 is the evaluation before training. A thread may still be writing the checkpoint of a step when the step is
     yielded, except that of the last step; closing the generator waits for it. All ranks must iterate together; the
-    reports are the same on each.
+    reports are the same on each. Raise NonFiniteError, with the weights of the last applied update, if a loss, gradient
+    or log-prob is not finite, StaleEngineError if the sampler does not run the policy's weights, GraderFailedError if
+    every answer of a step or an evaluation is a grader error, and RunError if a checkpoint cannot be written.
 
     Args:
         watch: called with the name of each phase of a step (`sample`, `grade`, ...) when it starts.
         first: the first step; after a resume, the step after the checkpoint that `components` were loaded from.
         stop: called between steps; where it returns True on any rank, the state is saved and the loop ends.
-
-    Raises:
-        NonFiniteError: a loss, gradient or log-prob is not finite; the weights are those of the last applied update.
-        StaleEngineError: the sampler does not run the policy's weights.
-        GraderFailedError: every answer of a step or an evaluation is a grader error.
-        RunError: a checkpoint cannot be written.
     """
     policy, optimizer, is_main = components.policy, components.optimizer, components.ranks.is_main
     reference = None if components.reference is None else components.reference.model
@@ -220,10 +216,9 @@ def _finish_step(
 
 
 def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step: int) -> dict[str, float]:
-    """Score the held-out problems, write `evals/` and return the metrics.
+    """Score the held-out problems, write `evals/` and return the metrics; none if all calls of the grader have failed.
 
-    The sampling seeds are the same at every step, so that changes come from the policy and not from chance. There are
-    no metrics if every call of an asynchronous grader failed.
+    The sampling seeds are the same at every step, so that changes come from the policy and not from chance.
     """
     settings = config.evaluation
     batches = sample_batches(

@@ -133,8 +133,7 @@ class SampledGroups:
 class RolloutBatches(AbstractContextManager["RolloutBatches"]):
     """The batches of a run in the order of its steps; a context manager, within which the run is trained.
 
-    An error in the thread is raised by `wait`. If an exception ends the block while a batch is being sampled, the
-    engine is closed and grading is cancelled.
+    `wait` raises an error of the thread. If an exception ends the block, the engine is closed and grading is cancelled.
     """
 
     def __init__(self, config: RunConfig, components: Components) -> None:
@@ -194,10 +193,7 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         self._call.start()
 
     def wait(self, timer: StepTimer) -> None:
-        """Wait until the batches that were started are sampled and graded; they are then in `Components.ahead`.
-
-        Raise what sampling or grading raised; see `take`.
-        """
+        """Wait until the started batches are in `Components.ahead`; raise what sampling or grading raised."""
         if (call := self._call) is None:
             return
         with timer.phase("sample"):

@@ -88,14 +88,10 @@ def update_policy(
 ) -> AppliedUpdates:
     """Apply one optimizer update per experience, in order: loss, gradient, AdamW step; the weights change in place.
 
-    A batch whose rewards are all equal has a gradient of 0; AdamW still steps, by its momentum. Raise NonFiniteError if
-    an update has non-finite values, unless `on_bad_update` returns.
-
-    Args:
-        experiences: those of `prepare_updates`. One that needs its own pass for its values under π_old must come first,
-            while the policy is still π_old: its ratios are exactly 1.
-        on_bad_update: called for each update with non-finite values, before the weights change. If it returns, the
-            update is skipped: weights and moments stay, the learning-rate schedule advances. None to raise the error.
+    An experience that needs its own pass for its values under π_old must come first, while the policy is still π_old:
+    its ratios are exactly 1. `on_bad_update` is called for each update with non-finite values, before the weights
+    change. If it returns, the update is skipped: weights and moments stay, the learning-rate schedule advances. Without
+    it, NonFiniteError is raised.
     """
     updates = AppliedUpdates()
     for number, experience in enumerate(experiences, start=1):
@@ -196,13 +192,10 @@ def handle_bad_update(
     forward: Forward,
     fault: NonFiniteError,
 ) -> None:
-    """Store the batch of update `number` (from 1) of a step, and return if the update is to be skipped.
+    """Store the batch of update `number` (from 1) of a step in the folder `run`, and return if the update is skipped.
 
-    Raise NonFiniteError if the run stops; it names the update, the file of its batch and settings to try.
-
-    Args:
-        run: the run folder, where the batch is stored; None on all ranks but one.
-        fault: names the non-finite quantity.
+    Else raise NonFiniteError, which names the update, the file of its batch and settings to try. `run` is None on all
+    ranks but one; `fault` names the non-finite quantity.
     """
     skipped, optim = optimizer.skipped_in_a_row, config.optim
     is_skipped = skipped < optim.max_skips

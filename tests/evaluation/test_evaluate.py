@@ -51,9 +51,7 @@ class Engine(SequentialSampler):
         self.threads: set[int] = set()
         self.grading_threads: set[int] = set()
         self.random = random.Random(ranks.rank)
-        self.tokenizer = SimpleNamespace(
-            batch_decode=lambda ids, skip_special_tokens: [str(tokens) for tokens in ids]
-        )
+        self.tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [*map(str, ids)])
 
     @property
     def sampled(self) -> int:
@@ -128,9 +126,8 @@ def test_a_resume_samples_only_the_missing_batches_unchanged():
 
 def test_the_completions_of_a_problem_do_not_depend_on_the_size_of_the_batches():
     """They have a seed per problem; those of two problems and of two sets differ."""
-    small, large = (
-        [row for batch in batches_of(Engine(), per_batch=size) for row in batch.rows] for size in (2, 7)
-    )
+    batches = (batches_of(Engine(), per_batch=size) for size in (2, 7))
+    small, large = ([row for batch in of_size for row in batch.rows] for of_size in batches)
     assert small == large
     assert len({row["text"] for row in small[::SAMPLES]}) == 16
 

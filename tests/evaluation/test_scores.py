@@ -121,20 +121,13 @@ def test_names_in_metrics_jsonl():
 
 
 def test_the_mean_reward_counts_an_answer_without_a_reward_as_0():
-    rows = [
-        row("p", None, "wrong", reward=0.5),
-        row("p", None, "timeout"),
-        row("q", None, "wrong", reward=-1.0),
-    ]
+    timeout = row("p", None, "timeout")
+    rows = [row("p", None, "wrong", reward=0.5), timeout, row("q", None, "wrong", reward=-1.0)]
     scores = score("set", rows, ())
     assert {id_: values["reward"] for id_, values in scores.by_problem.items()} == {"p": 0.25, "q": -1.0}
     assert scores.metrics["reward"] == mean_intervals([[0.25, -1.0]])[0]
     assert scores.nonbinary_rewards
-    binary = [
-        row("p", None, "correct", reward=1.0),
-        row("p", None, "timeout"),
-        row("q", None, "wrong", reward=0.0),
-    ]
+    binary = [row("p", None, "correct", reward=1.0), timeout, row("q", None, "wrong", reward=0.0)]
     assert not score("set", binary, ()).nonbinary_rewards
     ungraded = score("set", [row("p", None, "not-applicable"), row("q", None, "timeout")], ())
     assert "reward" not in ungraded.metrics

@@ -63,14 +63,6 @@ def test_ties_of_many_answers(votes, k):
     assert maj_at_k(cast, correct, k) == pytest.approx(by_enumeration(cast, correct, k), abs=1e-13)
 
 
-@given(elections(most=40))
-def test_k_1_is_the_share_correct_and_k_n_the_plain_majority(election):
-    votes, correct = election
-    voted = [right if vote is not None else 0.0 for vote, right in zip(votes, correct, strict=True)]
-    assert maj_at_k(votes, correct, 1) == pytest.approx(mean(voted), abs=1e-12)
-    assert maj_at_k(votes, correct, len(votes)) == pytest.approx(by_enumeration(votes, correct, len(votes)))
-
-
 @given(elections(most=30), st.randoms(use_true_random=False), st.data())
 def test_the_order_and_the_names_of_answers_do_not_matter(election, random, data):
     """Bit for bit: evaluations with the same counts must not differ by rounding."""
@@ -112,15 +104,6 @@ def test_the_winner_of_distinct_answers_is_random():
     votes: Votes = [str(index) for index in range(300)]
     for k in (1, 2, 150, 300):
         assert maj_at_k(votes, [1.0] + [0.0] * 299, k) == pytest.approx(1 / 300, rel=1e-12)
-
-
-@pytest.mark.parametrize("n", [1, 3, 6])
-def test_pass_at_k_is_the_share_of_subsets_with_a_hit(n):
-    for correct in range(n + 1):
-        outcomes = [True] * correct + [False] * (n - correct)
-        for k in range(1, n + 1):
-            picks = [any(pick) for pick in combinations(outcomes, k)]
-            assert pass_at_k(n, correct, k) == pytest.approx(sum(picks) / len(picks))
 
 
 @st.composite

@@ -24,7 +24,11 @@ END_OF_TURN = {
 }
 """The token after an assistant's message, as the models' cards describe the format, and the models."""
 OTHERS = [
-    *("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|user|>", "<|assistant|>"),
+    "<|im_start|>",
+    "<|start_header_id|>",
+    "<start_of_turn>",
+    "<|user|>",
+    "<|assistant|>",
     "<|START_OF_TURN_TOKEN|>",
 ]
 

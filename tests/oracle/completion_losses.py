@@ -53,26 +53,9 @@ def geometric(settings: Settings, completion: Completion, high: float) -> list[T
     return [0 * logprob - bounded * a for logprob in completion.new]
 
 
-def luspo(settings: Settings, completion: Completion) -> list[Tensor]:
-    return [len(completion.old) * loss for loss in geometric(settings, completion, settings["eps_high"])]
-
-
 def gapo(settings: Settings, completion: Completion) -> list[Tensor]:
     low, high = settings["eps_low"], settings["eps_high"]
     return geometric(settings, completion, low + (high - low) * completion.wrong_peers)
-
-
-def ctpo(settings: Settings, completion: Completion) -> list[Tensor]:
-    losses, product, count, a = [], 1.0, 0, completion.advantage
-    for x, logprob, weight in zip(completion.log_ratios, completion.new, completion.importance, strict=True):
-        count, product = (count + 1, product * math.exp(x)) if weight > 0 else (count, product)
-        root = math.sqrt(max(1, count))
-        low, high = (math.exp(s * root) for s in (-settings["log_eps_low"], settings["log_eps_high"]))
-        limit = math.exp(settings["log_dual_clip"] * root)
-        is_free = product <= high if a > 0 else low <= product <= limit
-        bounded = min(product, high) if a > 0 else min(max(product, low), limit)
-        losses += powers(-product * a, [logprob]) if is_free else [0 * logprob - bounded * a]
-    return losses
 
 
 def masked(completion: Completion, keeps: Sequence[bool]) -> list[Tensor]:
@@ -92,33 +75,5 @@ def m2po(settings: Settings, completion: Completion) -> list[Tensor]:
     return masked(completion, completion.chosen)
 
 
-def wapo(settings: Settings, completion: Completion) -> list[Tensor]:
-    limit, a = 1 + settings["eps_high"], max(completion.advantage, 0.0)
-    pairs = zip(completion.log_ratios, completion.new, strict=True)
-    inside = [(math.exp(x), logprob) for x, logprob in pairs]
-    return [powers(-r * a, [x])[0] if r <= limit else 0 * x - a * limit for r, x in inside]
-
-
-def dgpo(settings: Settings, completion: Completion) -> list[Tensor]:
-    losses, low, high, a = [], 1 - settings["eps_low"], 1 + settings["eps_high"], completion.advantage
-    for x, logprob in zip(completion.log_ratios, completion.new, strict=True):
-        weight = math.exp(x)
-        if a < 0 and weight < low:
-            weight = weight ** (settings["decay_low"] + 1) / low ** settings["decay_low"]
-        elif a > 0 and weight > high:
-            share = 1 / settings["decay_high"]
-            weight = weight ** (1 - share) * high**share
-        losses += powers(-weight * a, [logprob])
-    return losses
-
-
-LOSSES: dict[str, Callable[[Settings, Completion], list[Tensor]]] = {
-    "luspo": luspo,
-    "gapo": gapo,
-    "ctpo": ctpo,
-    "vaco": vaco,
-    "m2po": m2po,
-    "wapo": wapo,
-    "dgpo": dgpo,
-}
+LOSSES: dict[str, Callable[[Settings, Completion], list[Tensor]]] = {"gapo": gapo, "vaco": vaco, "m2po": m2po}
 """tests/objective compares the gradients of all methods with weights by hand."""

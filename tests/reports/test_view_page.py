@@ -62,11 +62,9 @@ def write_run(runs: Path, name: str, problems: tuple[str, str], **changes: Any) 
             rollouts.append(Rollout(problem(key), f"prompt {HOSTILE[0]}", (1,), completion, text, grade))
             start += length
         groups.append(Group(problem(key), tuple(rollouts)))
-    half = np.linspace(0.1, 2, 19, dtype=np.float16)
-    lengths, unknown = np.array(LENGTHS), np.full(19, np.nan, np.float16)
-    values = TokenValues(
-        lengths, ADVANTAGE, TEXTS, ids, OLD, RATIO, half, half / 2, half * 2, unknown, CLIPPED
-    )
+    half, unknown = np.linspace(0.1, 2, 19, dtype=np.float16), np.full(19, np.nan, np.float16)
+    columns = (ids, OLD, RATIO, half, half / 2, half * 2, unknown, CLIPPED)
+    values = TokenValues(np.array(LENGTHS), ADVANTAGE, TEXTS, *columns)
     run.write_samples(STEP, groups)
     run.write_token_values(STEP, values._replace(**changes))
     return run
@@ -126,9 +124,7 @@ def test_the_page_has_the_values_of_the_tables_and_no_markup_of_a_text(run):
     assert not {"img", "iframe", "object"} & {*found.names}
     assert found.comments == []
     assert [*found.scripts] == ["data", "part-0", None]
-    assert not [
-        char for text in (found.scripts["data"], found.scripts["part-0"]) for char in text if char in "<>&"
-    ]
+    assert not {*found.scripts["data"], *found.scripts["part-0"]} & {*"<>&"}
     assert all(" " <= char <= "~" for char in found.scripts["part-0"])
     index, part = (json.loads(found.scripts[name]) for name in ("data", "part-0"))
     (source,), (columns,) = index["sources"], (side["columns"] for side in part["sides"])
@@ -203,9 +199,7 @@ def test_two_runs_show_their_common_problems_in_the_order_of_the_first(run):
         np.testing.assert_array_equal(decode(side["columns"]["ratio"]), RATIO[span])
     assert default_path(sources) == run.path / "view" / "step-000020-with-b.html"
     write_run(runs, "c", ("x", "y"))
-    with pytest.raises(
-        UserError, match="a, step 20 and c, step 20 share no problem; runs of the same task and"
-    ):
+    with pytest.raises(UserError, match="a, step 20 and c, step 20 share no problem; runs of the same task"):
         open_sources(["a", "c"], runs)
 
 
@@ -233,9 +227,7 @@ def test_bad_input_is_named_in_one_line(run):
     with pytest.raises(UserError, match="are not of the same completions"):
         open_sources(["d"], runs)
     shutil.rmtree(changed.path / "token_values")
-    with pytest.raises(
-        UserError, match=r"d has no recorded tokens: tracking.tokens_every was 0, .* samples d"
-    ):
+    with pytest.raises(UserError, match=r"d has no recorded tokens: tracking.tokens_every was 0, .* samples"):
         open_sources(["a", "d"], runs)
     with pytest.raises(UserError, match="cannot be written"):
         write_page(open_sources(["a"], runs), run.path)

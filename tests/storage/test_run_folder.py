@@ -56,11 +56,8 @@ from tests.tasks.stored_completions import ROW
 )  # fmt: skip
 def test_an_invalid_name_is_refused_with_a_valid_one(tmp_path, name, instead):
     runs = tmp_path / "runs"
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"--name {instead}") as error:
         RunFolder.create(runs, name)
-    assert f"--name {instead}" in str(error.value)
-    assert "\n" not in str(error.value)
-    assert not runs.exists()
     assert list(tmp_path.iterdir()) == []
     RunFolder.create(runs, str(error.value).rpartition("--name ")[2])  # the suggested name works
 
@@ -100,9 +97,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(run, folder, tmp_path):
 def test_open_names_the_command_that_resumes_an_evaluation_or_a_sweep(tmp_path, file, message):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / file).write_text("{}")
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=message.format(runs=tmp_path)):
         RunFolder.open(tmp_path, "x")
-    assert message.format(runs=tmp_path) in str(error.value)
 
 
 def test_find_folder_prefers_the_runs_folder_and_gives_every_folder_a_name(tmp_path, monkeypatch):
@@ -145,9 +141,8 @@ def test_find_run_reads_a_step_after_the_at_sign_unless_the_name_has_it(tmp_path
 def test_commands_name_a_run_in_the_runs_folder_and_give_the_path_of_any_other():
     runs = Path("runs")
     assert shell_command("train --resume", runs / "a", runs) == "bandpo train --resume a"
-    assert shell_command("eval --resume", Path("my runs/a"), Path("my runs")) == (
-        "bandpo eval --resume a --runs-dir 'my runs'"
-    )
+    resumed = shell_command("eval --resume", Path("my runs/a"), Path("my runs"))
+    assert resumed == "bandpo eval --resume a --runs-dir 'my runs'"
     assert shell_command("sweep --resume", Path("/else/a"), runs) == "bandpo sweep --resume /else/a"
     assert shell_command("sync", runs / "a", runs) == "bandpo sync a"
     assert shell_command("sync", Path("b/a"), Path("b")) == "bandpo sync a --runs-dir b"
@@ -247,15 +242,10 @@ def test_token_values_come_back_from_at_most_20_bytes_per_token(tmp_path):
     floats = [generator.normal(size=size).astype(np.float32) for _ in range(6)]
     floats[1][7], floats[4][8] = np.nan, np.inf
     texts = [f"{number}\n</script>" for number in range(70_000)]
-    values = TokenValues(
-        lengths,
-        np.array([0.5, np.nan, -1], np.float32),
-        texts,
-        generator.integers(0, 70_000, size, np.int32),
-        *floats[:2],
-        *(column.astype(np.float16) for column in floats[2:]),
-        generator.integers(0, 3, size, np.uint8),
-    )
+    indices, clipped = generator.integers(0, 70_000, size, np.int32), generator.integers(0, 3, size, np.uint8)
+    halves = [column.astype(np.float16) for column in floats[2:]]
+    advantages = np.array([0.5, np.nan, -1], np.float32)
+    values = TokenValues(lengths, advantages, texts, indices, *floats[:2], *halves, clipped)
     folder = RunFolder.create(tmp_path, "a")
     folder.write_config("seed: 0\n")
     path = folder.write_token_values(1, values)
@@ -296,11 +286,8 @@ def test_processes_that_start_in_the_same_second_get_folders_of_their_own(tmp_pa
     """All have chosen their name before any of them creates its folder."""
     monkeypatch.setattr(time, "strftime", lambda _: "20261123-120000")
     names = [unused_name(timestamped("kl-s0"), tmp_path) for _ in range(3)]
-    assert [create(tmp_path, name).name for name in names] == [
-        "kl-s0-20261123-120000",
-        "kl-s0-20261123-120000-2",
-        "kl-s0-20261123-120000-3",
-    ]
+    created = [create(tmp_path, name).name for name in names]
+    assert created == [f"kl-s0-20261123-120000{end}" for end in ("", "-2", "-3")]
 
 
 def test_records_are_found_among_many_without_parsing_the_others(tmp_path, monkeypatch):
@@ -309,12 +296,10 @@ def test_records_are_found_among_many_without_parsing_the_others(tmp_path, monke
     assert run.read_records([0]) == []
     lines = [json.dumps({"step": step, **({} if step == 6 else {"a": 1})}) for step in range(0, 300, 3)]
     run.metrics_path.write_text("\n".join([*lines, '{"step": 300, "a": 1}']))
-    parsed = []
-    monkeypatch.setattr(
-        run_folder, "parse_metrics", lambda line, path: parsed.append(line) or json.loads(line)
-    )
+    parse = mock.Mock(side_effect=lambda line, path: json.loads(line))
+    monkeypatch.setattr(run_folder, "parse_metrics", parse)
     assert [record["step"] for record in run.read_records([297, 6, -1, 4, 29, 300, 0])] == [0, 6, 297]
-    assert len(parsed) == 3
+    assert parse.call_count == 3
 
 
 @pytest.fixture
@@ -378,12 +363,10 @@ def holder(folder: Path, how: str = "single") -> Iterator[subprocess.Popen[str]]
 
 def test_a_second_process_is_refused_with_a_message_that_names_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "ACQUIRE_TIMEOUT_S", 0.01)
-    with holder(tmp_path) as process, pytest.raises(UserError) as error, run_lock(tmp_path):
-        pytest.fail("two processes have the lock")
-    line = str(error.value)
-    assert f"process {process.pid} on {socket.gethostname()}" in line
-    assert tmp_path.name in line
-    assert "\n" not in line
+    with holder(tmp_path) as process:
+        first = f"{tmp_path.name} .*process {process.pid} on {socket.gethostname()}"
+        with pytest.raises(UserError, match=first), run_lock(tmp_path):
+            pytest.fail("two processes have the lock")
 
 
 @pytest.mark.parametrize("how", ["single", "fork"])
@@ -412,11 +395,8 @@ _SCHEMA = pa.schema(
     + [("reward", pa.float64()), ("accuracy", pa.float64()), ("verdict", pa.string()), ("length", pa.int32())]
     + [("finish_reason", pa.string()), ("logprob_sum", pa.float64())]
 )  # fmt: skip
-_VALUES = {
-    pa.string(): st.text(max_size=20),
-    pa.float64(): st.floats(),
-    pa.int32(): st.integers(-(2**31), 2**31 - 1),
-}
+_VALUES = {pa.string(): st.text(max_size=20), pa.float64(): st.floats()}
+_VALUES[pa.int32()] = st.integers(-(2**31), 2**31 - 1)
 _NULLABLE = ("answer", "reward", "length", "finish_reason", "logprob_sum")
 _ROWS = st.fixed_dictionaries(
     {item.name: (st.none() if item.name in _NULLABLE else st.nothing()) | _VALUES[item.type] for item in _SCHEMA}

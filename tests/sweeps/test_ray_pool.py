@@ -41,9 +41,7 @@ def test_an_address_without_a_cluster_is_refused(prefix):
     with socket.socket() as closed:  # holds the port, and does not listen
         closed.bind(("127.0.0.1", 0))
         address = f"{prefix}127.0.0.1:{closed.getsockname()[1]}"
-        with pytest.raises(
-            UserError, match=f"--executor ray: no cluster at {address}: .*[Cc]onnection refused"
-        ):
+        with pytest.raises(UserError, match=f"ray: no cluster at {address}: .*[Cc]onnection refused"):
             RayPool(address, 1, {})
 
 
@@ -59,9 +57,7 @@ def test_auto_without_a_cluster_is_refused(monkeypatch):
         raise ConnectionError("Could not find any running Ray instance.\nRun ray start.")
 
     monkeypatch.setattr("ray.init", no_cluster)
-    with pytest.raises(
-        UserError, match=r"^--executor ray: no cluster at auto: Could not find any .* instance\.$"
-    ):
+    with pytest.raises(UserError, match=r"^--executor ray: no cluster at auto: Could not .* instance\.$"):
         RayPool("auto", 1, {})
 
 

@@ -139,9 +139,8 @@ def test_a_run_that_is_being_written_stays_running(store, folder):
     sent = sync_run(store, folder.path)
     assert (sent.writing, sent.files, sent.metrics.new) == (False, 4, 0)
     assert run_at(store, folder).info.status == "KILLED"  # its process could not write a summary
-    assert (
-        RunSender("mlflow", folder.path, store).send("RUNNING").status == "RUNNING"
-    )  # the process that resumes it
+    resumed = RunSender("mlflow", folder.path, store).send("RUNNING")
+    assert resumed.status == "RUNNING"
     assert run_at(store, folder).info.status == "RUNNING"
 
 
@@ -169,9 +168,8 @@ def test_times_come_from_the_step_durations_and_the_modification_times(folder):
 )  # fmt: skip
 def test_a_damaged_folder_raises_with_the_name_of_the_file(folder, name, text):
     (folder.path / name).write_text(text)
-    with pytest.raises(UserError, match=name) as error:
+    with pytest.raises(UserError, match=name):
         read_stored_run(folder.path)
-    assert "\n" not in str(error.value)
 
 
 def test_a_run_whose_creation_was_not_answered_is_found_and_not_created_twice(store, folder, monkeypatch):

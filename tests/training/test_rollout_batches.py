@@ -288,41 +288,12 @@ def test_an_error_of_an_update_closes_the_engine_that_samples_ahead(tmp_path, sm
     assert "rollouts" not in [item.name for item in threading.enumerate()]
 
 
-EVERY_STEP: dict[str, Any] = {
-    "steps": 3,
-    "sampling": {"dynamic": True, "dynamic_batches": 2},
-    "checkpoint": {"every": 1},
-    "evaluation": {"every": 3},
-}
-
-
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Recording:
-    """Return a run with dynamic sampling: 3 of 4 groups have no spread, so that a step draws two batches."""
-    folder = tmp_path_factory.mktemp("stopped") / "whole"
-    return run(folder, small_model, AHEAD, EVERY_STEP, uniform=uniform)
-
-
-def uniform(ids: list[str]) -> list[str]:
-    return [id_ for place, id_ in enumerate(ids) if place % 4]
-
-
-@pytest.mark.slow
-def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(tmp_path, small_model, stopped):
-    resumed = prepare_run(tmp_path / "resumed", small_model, AHEAD, EVERY_STEP, uniform=uniform)
-    assert resumed.components.resume_from(stopped.folder.checkpoint_dir(2)).step == 2
-    assert [batch.step for batch in resumed.components.ahead] == [3]
-    shutil.copy(stopped.folder.metrics_path, resumed.folder.metrics_path)
-    resumed.folder.roll_back(2)
-    execute(resumed, first=3)
-    assert [stopped.line(step)["train/groups_drawn"] for step in (1, 2, 3)] == [8] * 3
-    assert without_clock(resumed.line(3)) == without_clock(stopped.line(3))
-    for name in ("samples", "tokens"):
-        path = f"{name}/step-000003.parquet"
-        assert (stopped.folder.path / path).read_bytes() == (resumed.folder.path / path).read_bytes()
-    assert same_weights(resumed.steps[3].updates[-1].weights, stopped.steps[3].updates[-1].weights)
-    last = stopped.folder.checkpoint_dir(3) / "trainer"
-    assert not (last / "ahead").exists(), "nothing is sampled after the last step"
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Path:
+    """Return a checkpoint with a batch that was sampled ahead."""
+    layer = {"steps": 2, "checkpoint": {"every": 1}, "evaluation": {"every": 0}}
+    recording = run(tmp_path_factory.mktemp("saved") / "run", small_model, AHEAD, layer)
+    return recording.folder.checkpoint_dir(1)
 
 
 @pytest.mark.slow
@@ -334,8 +305,8 @@ def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(tmp_path, smal
         lambda content: content.replace(b'"rollouts"', b'"rollout_"'),
     ],
 )
-def test_a_damaged_batch_is_one_line(tmp_path, small_model, stopped, damage):
-    folder = shutil.copytree(stopped.folder.checkpoint_dir(1), tmp_path / "step-000001")
+def test_a_damaged_batch_is_one_line(tmp_path, small_model, checkpoint, damage):
+    folder = shutil.copytree(checkpoint, tmp_path / "step-000001")
     path = folder / "trainer" / "ahead" / "rollouts.safetensors"
     content = damage(path.read_bytes())
     assert len(content) == path.stat().st_size
