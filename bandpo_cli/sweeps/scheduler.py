@@ -5,7 +5,6 @@ started on this machine and stopped with the sweep. Each of its machines needs t
 the same path. The tasks execute the same commands as a local slot.
 """
 
-import logging
 import os
 import signal
 import socket
@@ -22,15 +21,13 @@ from statistics import fmean
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from bandpo_cli.errors import UserError, first_line
+from bandpo_cli.errors import UserError, first_line, log
 from bandpo_cli.metric_names import has_nonbinary_rewards
 from bandpo_cli.processes.watch import ChildProcess, Wait
 from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import is_finished, read_summary
 from bandpo_cli.storage.sweep_folder import SweepFolder, SweepRun
-
-log = logging.getLogger("bandpo_cli")
 
 # A run completes its step and saves a checkpoint after the first signal, and aborts the step after the second.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGINT, signal.SIGKILL)

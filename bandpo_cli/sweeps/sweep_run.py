@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig, TrackingConfig, check_ranks
 from bandpo_cli.custom_code import code_first_in
-from bandpo_cli.errors import ConfigError, UserError, first_line, plural, unknown_choice
+from bandpo_cli.errors import ConfigError, UserError, first_line, log, plural, unknown_choice
 from bandpo_cli.experiments.monitor import Dispatcher
 from bandpo_cli.experiments.plan import choose_run_name
 from bandpo_cli.metric_names import AXES, STEP, Axis
@@ -46,8 +45,6 @@ from bandpo_cli.types import status_of
 if TYPE_CHECKING:
     from bandpo_cli.reports.compare_variants import Report
 
-
-log = logging.getLogger("bandpo_cli")
 
 EXECUTORS = ("local", "ray")
 

@@ -8,7 +8,6 @@
 
 import getpass
 import json
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 
 from bandpo_cli.config.layers import flatten
-from bandpo_cli.errors import redact_credentials
+from bandpo_cli.errors import log, redact_credentials
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_record import parent_of
 from bandpo_cli.tracking.mlflow_store import MLFLOW, Store, is_server, mlflow_client, run_address
@@ -34,8 +33,6 @@ from bandpo_cli.tracking.trackers import (
     send_lock,
     write_place,
 )
-
-log = logging.getLogger("bandpo_cli")
 
 MAX_PARAM_CHARS = 6000
 MAX_TAG_CHARS = 5000

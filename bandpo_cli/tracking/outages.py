@@ -3,7 +3,6 @@
 The run never waits for a tracker before its end, and then only for seconds if the tracker does not answer.
 """
 
-import logging
 import socket
 import ssl
 import threading
@@ -16,14 +15,12 @@ from urllib.parse import urlsplit
 
 from bandpo_cli.callbacks import CallbackBase, RunInfo, RunResult, StepReport
 from bandpo_cli.config.run import TrackingConfig
-from bandpo_cli.errors import UserError, first_line, redact_credentials, user_code_location
+from bandpo_cli.errors import UserError, first_line, log, redact_credentials, user_code_location
 from bandpo_cli.processes.watch import Wait
 from bandpo_cli.storage.run_folder import shell_command
 from bandpo_cli.tracking.sender import sender_for
 from bandpo_cli.tracking.trackers import TrackerUnavailableError, tracker_class
 from bandpo_cli.types import RunStatus
-
-log = logging.getLogger("bandpo_cli")
 
 CONNECT_TIMEOUT_S = 10.0  # of `check_reachable`
 _DATABASE_PORTS = {"postgresql": 5432, "postgres": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433}
