@@ -19,15 +19,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "Qwen/Qwen2.5-1.5B-Instruct": (1536, 8960, 28, 12, 2, 151936, True),
         "Qwen/Qwen2.5-3B-Instruct": (2048, 11008, 36, 16, 2, 151936, True),
         "Qwen/Qwen2.5-7B-Instruct": (3584, 18944, 28, 28, 4, 152064, False),
-        "Qwen/Qwen3-1.7B-Base": (
-            2048,
-            6144,
-            28,
-            16,
-            8,
-            151936,
-            True,
-        ),  # heads of 128 dimensions, transformers' default
+        # Its heads have 128 dimensions, the default of transformers.
+        "Qwen/Qwen3-1.7B-Base": (2048, 6144, 28, 16, 8, 151936, True),
         "Qwen/Qwen3-4B-Base": (2560, 9728, 36, 32, 8, 151936, True),
         "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (1536, 8960, 28, 12, 2, 151936, False),
         "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": (3584, 18944, 28, 28, 4, 152064, False),

@@ -116,7 +116,6 @@ class Patience(CallbackBase):
 
 @pytest.mark.slow
 def test_a_callback_ends_a_run_which_is_finished_and_can_be_resumed(tmp_path):
-    """The reason is in the summary and in the list of runs; the steps are the first of the complete run."""
     settings: dict[str, Any] = {**SMALL, "steps": 4, "checkpoint.every": 0}
     full = train(settings, tmp_path, "full")
     result = train(settings, tmp_path, "early", [Patience()])
@@ -155,9 +154,7 @@ def test_a_callback_that_cannot_be_created_is_an_error_with_its_line(tmp_path, m
 
 
 def test_mistakes_are_raised_before_anything_is_written(tmp_path):
-    with pytest.raises(
-        UserError, match=r"callbacks: <class .*Patience'> is no object of a subclass of CallbackBase"
-    ):
+    with pytest.raises(UserError, match=r"callbacks: <class .*Patience'> is no object of a subclass of "):
         train({"steps": 1}, tmp_path / "runs", callbacks=[Patience])
     (tmp_path / "demo").mkdir()
     with pytest.raises(UserError, match="exists already"):

@@ -55,9 +55,8 @@ def test_sweep_files(empty_cwd):
     path = empty_cwd / "sweep.yaml"
     contents = [*damaged_files(as_yaml(SWEEP), YAML_TEXTS[:20], 3, COUNT), as_yaml(SWEEP)]
     contents += map(as_yaml, changed_values(SWEEP, 4, COUNT))
-    check_both_outcomes(
-        lambda: sweep_plan.plan_sweep(path, {}, [], {}, [], empty_cwd / "runs"), path, contents
-    )
+    plan = functools.partial(sweep_plan.plan_sweep, path, {}, [], {}, [], empty_cwd / "runs")
+    check_both_outcomes(plan, path, contents)
 
 
 @pytest.mark.parametrize("kind", KINDS)
