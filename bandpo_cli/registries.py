@@ -9,11 +9,11 @@ the table of methods.
 """
 
 import functools
-import importlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any, Literal, TypeVar
 
 from bandpo_cli.custom_code import is_function_path
@@ -83,43 +83,30 @@ class Registry(dict[str, E]):
         raise ValueError(f"no {self.kind} of that name{self.suggestion(name)}")
 
 
-@functools.cache  # the settings of all methods are looked up at each validation
-def load_attribute(path: str) -> Any:
-    """Import and return the attribute that an entry names as "module:attribute"."""
-    module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+load_attribute = functools.cache(resolve_name)
+"""Import and return the attribute that an entry names as "module:attribute". The settings of all methods are looked up
+at each validation."""
 
 
 @dataclass(frozen=True)
 class DivergenceEntry(Entry):
-    """An f-divergence D_f(π‖π_old); `summary` says what the trust region bounds.
+    """An f-divergence D_f(π‖π_old), a `bounds.band.Divergence`; `summary` says what the trust region bounds."""
 
-    Attributes:
-        generator: the function f, a `bounds.arrays.Generator`: `f(u, u−1)`.
-        bounds: the roots of the Band from tokens and δ; None for the generic solver.
-        bounds_float32: the same from float32 log-probs to float32 ratios, for many tokens; None where `bounds` serves.
-    """
-
-    generator: str
-    bounds: str | None = None
-    bounds_float32: str | None = None
+    divergence: str
 
 
 # fmt: off
 _DIVERGENCES = "bandpo_cli.bounds.band"
 
 DIVERGENCES = Registry("divergence", [
-    DivergenceEntry("kl", "KL(π_old‖π), nats", f"{_DIVERGENCES}:f_kl",
-                    f"{_DIVERGENCES}:kl_bounds", f"{_DIVERGENCES}:kl_bounds_float32"),
-    DivergenceEntry("reverse-kl", "KL(π‖π_old), nats", f"{_DIVERGENCES}:f_reverse_kl"),
-    DivergenceEntry("tv", "total variation", f"{_DIVERGENCES}:f_total_variation",
-                    f"{_DIVERGENCES}:total_variation_bounds"),
-    DivergenceEntry("chi2", "Pearson χ²(π‖π_old)", f"{_DIVERGENCES}:f_chi2", f"{_DIVERGENCES}:chi2_bounds"),
-    DivergenceEntry("neyman", "Neyman χ²(π_old‖π)", f"{_DIVERGENCES}:f_neyman", f"{_DIVERGENCES}:neyman_bounds"),
-    DivergenceEntry("hellinger", "squared Hellinger", f"{_DIVERGENCES}:f_hellinger",
-                    f"{_DIVERGENCES}:hellinger_bounds"),
-    DivergenceEntry("le-cam", "triangular discrimination", f"{_DIVERGENCES}:f_le_cam", f"{_DIVERGENCES}:le_cam_bounds"),
-    DivergenceEntry("js", "Jensen–Shannon, nats", f"{_DIVERGENCES}:f_jensen_shannon"),
+    DivergenceEntry("kl", "KL(π_old‖π), nats", f"{_DIVERGENCES}:KL"),
+    DivergenceEntry("reverse-kl", "KL(π‖π_old), nats", f"{_DIVERGENCES}:REVERSE_KL"),
+    DivergenceEntry("tv", "total variation", f"{_DIVERGENCES}:TOTAL_VARIATION"),
+    DivergenceEntry("chi2", "Pearson χ²(π‖π_old)", f"{_DIVERGENCES}:CHI2"),
+    DivergenceEntry("neyman", "Neyman χ²(π_old‖π)", f"{_DIVERGENCES}:NEYMAN"),
+    DivergenceEntry("hellinger", "squared Hellinger", f"{_DIVERGENCES}:HELLINGER"),
+    DivergenceEntry("le-cam", "triangular discrimination", f"{_DIVERGENCES}:LE_CAM"),
+    DivergenceEntry("js", "Jensen–Shannon, nats", f"{_DIVERGENCES}:JENSEN_SHANNON"),
 ], "a custom f as module:function", is_function_path)
 
 

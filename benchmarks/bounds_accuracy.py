@@ -32,12 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.bounds.oracle import oracle, rounding_change  # the package `tests` is not installed
 
 BATCH = {True: 4096, False: MIN_TOKENS_FOR_TABLE}
-"""Tokens of a batch that is large enough for tables, by whether the divergence has its own `solve` (as kl has)."""
+"""Tokens of a batch that is large enough for tables, by whether the divergence has a closed form (as kl has)."""
 
 
 def computed(logp: float, name: str, delta: float, dtype: torch.dtype, batch: bool) -> tuple[float, float]:
     """Return both bounds of one token, computed alone or in a batch."""
-    count = BATCH[find_divergence(name).solve is not None] if batch else 1
+    count = BATCH[find_divergence(name).closed_form is not None] if batch else 1
     bounds = band_bounds(torch.full((count,), logp, dtype=dtype), name, delta)
     return bounds.lower[0].item(), bounds.upper[0].item()
 

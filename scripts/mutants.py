@@ -155,8 +155,8 @@ def run(mutant: Mutant, workplace: Path, limit: float | None) -> tuple[str, floa
         os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
     else:
-        # 1: tests failed; 2: collection stopped with errors, such as an import that fails.
-        verdicts = {0: SURVIVED, 1: "caught", 2: "caught"}
+        # 1: tests failed; 2 and 4: an import failed, in a file of tests or in conftest.py.
+        verdicts = {0: SURVIVED, 1: "caught", 2: "caught", 4: "caught"}
         verdict = verdicts.get(process.exitcode or 0, f"pytest: {process.exitcode}")
     output = log.read_text(errors="replace")
     shutil.rmtree(copy, ignore_errors=True)

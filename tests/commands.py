@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bandpo_cli.cli.signals import FORWARDED
+
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     ["torch", "transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.tokenization_auto",
@@ -137,10 +139,9 @@ class ForkedChild(subprocess.Popen[Any]):
         code: object = 1
         try:
             faulthandler.unregister(signal.SIGUSR1)  # as in a new process
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGVTALRM):
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, *FORWARDED):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.set_wakeup_fd(-1)
             for number, descriptor in ((1, start["c2pwrite"]), (2, start["errwrite"])):
                 os.dup2(descriptor if descriptor >= 0 else number, number)
             # No lock of the parent stays held, and objects of the parent close no descriptor of this process later.

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from bandpo_cli.bounds.band import Divergence
 from bandpo_cli.bounds.intervals import BoundsFunction, fixed_bounds
 from bandpo_cli.config.batch_and_sampling import SamplingConfig
 from bandpo_cli.config.task import TaskSettings
@@ -36,6 +37,9 @@ class DummySettings(MethodSettings):
 def f_dummy(u: Any, x: Any) -> Any:
     """Return (u−1)², which is chi2."""
     return x * x
+
+
+DIVERGENCE = Divergence(f_dummy)
 
 
 def dummy_sampler(config: SamplingConfig, policy: Any) -> Any:
@@ -97,7 +101,7 @@ def judge(text: str, answer: str) -> bool:
 
 
 METHODS.register(MethodEntry("dummy", "a dummy", f"{__name__}:DummySettings"))
-DIVERGENCES.register(DivergenceEntry("dummy", "a dummy", f"{__name__}:f_dummy"))
+DIVERGENCES.register(DivergenceEntry("dummy", "a dummy", f"{__name__}:DIVERGENCE"))
 ENGINES.register(EngineEntry("dummy", "a dummy", f"{__name__}:dummy_sampler", shares_weights=True))
 GRADERS.register(GraderEntry("dummy", "a dummy", f"{__name__}:first_stage", worker=f"{__name__}:judge"))
 TASKS.register(TaskEntry("dummy", "a dummy", f"{__name__}:DummyTaskSettings", f"{__name__}:DummyTask"))

@@ -1,7 +1,7 @@
 """The Band operator, the f-divergences that it bounds, their closed forms, and custom f named `module:function`.
 
-D_f(π‖π_old) = Σ π_old f(π/π_old) with f convex and f(1) = 0. A new divergence needs its f here (the functions `f_*`)
-and an entry in `registries.DIVERGENCES`; without a function `*_bounds` the generic solver computes its Band.
+D_f(π‖π_old) = Σ π_old f(π/π_old) with f convex and f(1) = 0. A new divergence needs a `Divergence` at the end of this
+file and an entry in `registries.DIVERGENCES`; without a closed form the generic solver computes its Band.
 
 The generators take u ≥ 0 and x = u−1 separately, so that neither end loses its digits. The closed forms are written as
 ratios, so that no small p cancels (docs/bounds.md). They return the roots of g(p, r) = δ, the upper at most 1/p. A
@@ -82,31 +82,27 @@ class Divergence:
 
     Attributes:
         f: its generator, `f(u, u−1)`.
-        solve: its Band, the ratios r with g(p, r) = δ, [T]: the upper at most 1/p, the lower not yet clamped at 0.
-        solve_float32: the same from float32 log-probs to float32 ratios, for many tokens; None where `solve` is used.
+        closed_form: its Band, the ratios r with g(p, r) = δ, [T]: the upper at most 1/p, the lower not yet clamped at
+            0; None for the generic solver.
+        solve_float32: the same from float32 log-probs to float32 ratios, for many tokens; None to use the other.
     """
 
     f: Generator
-    solve: Callable[[TokenProbs, float], RatioBounds]
+    closed_form: Callable[[TokenProbs, float], RatioBounds] | None = None
     solve_float32: Callable[[Array, float], RatioBounds] | None = None
 
 
 def find_divergence(name: str) -> Divergence:
     """Return the divergence of that name, or one with a custom f for `module:function`.
 
-    Raises:
-        ConfigError: there is no divergence of that name, or the custom f is not usable.
+    Raise ConfigError if there is no divergence of that name, or the custom f is not usable.
     """
     if name in DIVERGENCES:
-        entry = DIVERGENCES[name]
-        f: Generator = load_attribute(entry.generator)
-        solve = entry.bounds and load_attribute(entry.bounds)
-        solve_float32 = entry.bounds_float32 and load_attribute(entry.bounds_float32)
-    elif ":" in name:
-        f, solve, solve_float32 = custom_generator(name), None, None
-    else:
-        raise ConfigError(f"divergence '{name}' is not known{DIVERGENCES.suggestion(name)}")
-    return Divergence(f, solve or partial(solve_generic, f), solve_float32 or None)
+        divergence: Divergence = load_attribute(DIVERGENCES[name].divergence)
+        return divergence
+    if ":" in name:
+        return Divergence(custom_generator(name))
+    raise ConfigError(f"divergence '{name}' is not known{DIVERGENCES.suggestion(name)}")
 
 
 def band_bounds(
@@ -191,6 +187,7 @@ def logprob_bounds(x: Array, divergence: str, delta: float, max_ratio: float | N
         return RatioBounds(*(bound.to(x.device) for bound in on_cpu))
     entry, xp, flat, dtype = find_divergence(divergence), namespace(x), x.reshape(-1), output_dtype(x)
     lower, upper = xp.empty_like(flat, dtype=dtype), xp.empty_like(flat, dtype=dtype)
+    solve = entry.closed_form or partial(solve_generic, entry.f)
     in_float32 = entry.solve_float32 if dtype == xp.float32 and len(flat) >= MIN_TOKENS_FOR_TABLE else None
     with no_grad_no_warnings(x):
         for part in blocks(flat):
@@ -199,7 +196,7 @@ def logprob_bounds(x: Array, divergence: str, delta: float, max_ratio: float | N
                 roots = in_float32(logp, delta)
             else:
                 logp = xp.clip(cast(flat[part], xp.float64), None, 0.0)
-                roots = entry.solve(TokenProbs(xp.nan_to_num(logp, nan=0.0, neginf=-math.inf)), delta)
+                roots = solve(TokenProbs(xp.nan_to_num(logp, nan=0.0, neginf=-math.inf)), delta)
             limits = xp.clip(roots.lower, 0.0, 1.0), xp.clip(roots.upper, 1.0, max_ratio)
             for result, bound in zip((lower, upper), limits, strict=True):
                 # maximum propagates a NaN of either argument; otherwise log p ≤ 0 never exceeds a bound.
@@ -215,48 +212,6 @@ def saturation(divergence: Divergence, prob: float, delta: float) -> tuple[bool,
     with np.errstate(all="ignore"):
         without_rare, only_rare = (bool(finder.limit(s, side) <= delta) for side in (-1, +1))
     return (only_rare, without_rare or prob == 1.0) if is_common else (without_rare, only_rare)
-
-
-def f_kl(u: Array, x: Array) -> Array:
-    """Return −log u + u − 1."""
-    xp = namespace(u)
-    return x - xp.where(x < -0.5, xp.log(u), xp.log1p(x))
-
-
-def f_reverse_kl(u: Array, x: Array) -> Array:
-    """Return u log u − u + 1."""
-    return _u_log_u(u, x) - x
-
-
-def f_total_variation(u: Array, x: Array) -> Array:
-    """Return ½|u−1|."""
-    return 0.5 * abs(x)
-
-
-def f_chi2(u: Array, x: Array) -> Array:
-    """Return (u−1)²."""
-    return x * x
-
-
-def f_neyman(u: Array, x: Array) -> Array:
-    """Return (u−1)²/u."""
-    return x * x / u
-
-
-def f_hellinger(u: Array, x: Array) -> Array:
-    """Return (√u−1)²."""
-    root = x / (1.0 + namespace(u).sqrt(u))
-    return root * root
-
-
-def f_le_cam(u: Array, x: Array) -> Array:
-    """Return (u−1)²/(u+1)."""
-    return x * x / (1.0 + u)
-
-
-def f_jensen_shannon(u: Array, x: Array) -> Array:
-    """Return ½u log(2u/(1+u)) + ½log(2/(1+u)), in nats."""
-    return 0.5 * (_u_log_u(u, x) - (1.0 + u) * namespace(u).log1p(0.5 * x))
 
 
 def total_variation_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
@@ -414,3 +369,28 @@ def _u_log_u(u: Array, x: Array) -> Array:
 def _cap_at_simplex(tokens: TokenProbs, lower: Array, upper: Array) -> RatioBounds:
     """Return the bounds with the upper one at most 1/p."""
     return RatioBounds(lower, namespace(upper).minimum(upper, 1.0 / tokens.p))
+
+
+def _log(u: Array, x: Array) -> Array:
+    """Return log u."""
+    xp = namespace(u)
+    return xp.where(x < -0.5, xp.log(u), xp.log1p(x))
+
+
+def _hellinger_root(u: Array, x: Array) -> Array:
+    """Return √u − 1."""
+    return x / (1.0 + namespace(u).sqrt(u))
+
+
+def _f_js(u: Array, x: Array) -> Array:
+    return 0.5 * (_u_log_u(u, x) - (1.0 + u) * namespace(u).log1p(0.5 * x))
+
+
+KL = Divergence(lambda u, x: x - _log(u, x), kl_bounds, kl_bounds_float32)  # −log u + u − 1
+REVERSE_KL = Divergence(lambda u, x: _u_log_u(u, x) - x)  # u log u − u + 1
+TOTAL_VARIATION = Divergence(lambda u, x: 0.5 * abs(x), total_variation_bounds)  # ½|u − 1|
+CHI2 = Divergence(lambda u, x: x * x, chi2_bounds)  # (u − 1)²
+NEYMAN = Divergence(lambda u, x: x * x / u, neyman_bounds)  # (u − 1)²/u
+HELLINGER = Divergence(lambda u, x: _hellinger_root(u, x) ** 2, hellinger_bounds)  # (√u − 1)²
+LE_CAM = Divergence(lambda u, x: x * x / (1.0 + u), le_cam_bounds)  # (u − 1)²/(u + 1)
+JENSEN_SHANNON = Divergence(_f_js)  # ½u log(2u/(1 + u)) + ½log(2/(1 + u)), in nats

@@ -3,17 +3,20 @@
 import errno
 import json
 import logging
+import math
 import os
 import re
 import sys
 import textwrap
+import time
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
+import rich.console
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.segment import Segment
 from rich.status import Status
@@ -21,14 +24,14 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.callbacks import CallbackBase
-from bandpo_cli.errors import escape_controls, redact_credentials
+from bandpo_cli.errors import escape_controls, log, redact_credentials
 
 
 class SafeStream:
     """A text stream that shows control characters as escapes, and whose reader may go away: `head`, a closed terminal.
 
     Everything written after that is discarded. Rich's consoles write to `rich_proxied_file`, which escapes nothing:
-    `SafeConsole` escapes the texts, and Rich adds control codes.
+    `Console` escapes the texts, and Rich adds control codes.
     """
 
     on_loss: str | None = None  # printed on standard error when the reader goes away
@@ -74,19 +77,18 @@ def protect_streams() -> None:
             setattr(sys, name, SafeStream(stream))
 
 
-LINE_SECONDS = 60.0
-"""Seconds after which a log file gets a line of progress in any case."""
-
-PLAIN_LINES = 20
-"""Approximate number of progress lines in a log file, however long the run or the evaluation."""
-
-LOADING = "loading torch and the model …"
-"""The text beside the spinner of the phase `load`."""
+LINE_SECONDS = 60.0  # seconds after which a log file gets a line of progress in any case
+PLAIN_LINES = 20  # approximate number of progress lines in a log file, however long the run or the evaluation
 
 CONTINUES = "warning: nothing reads the output of this command any more; it continues without it"
 
 
-class SafeConsole(Console):
+_WITHIN_QUANTITY = re.compile(r"(?<=\d) (?=[^\W\d])|(?<=[=×≤≥→]) | (?==)|(?<=%) (?=\()")
+"""The spaces of `1% (0.49 s)`, `T = 1` and `≤ 8 tokens`, at which no line is broken."""
+_UNBROKEN = "\ufdd0"  # one of the code points that Unicode reserves for uses inside of a program
+
+
+class Console(rich.console.Console):
     """A console that shows the control characters of every text as escapes, and passes those of Rich."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -96,6 +98,43 @@ class SafeConsole(Console):
                 yield segment
             else:
                 yield Segment(escape_controls(segment.text), segment.style)
+
+    def print_line(self, line: str, heading: str = "", style: str = "bold") -> None:
+        """Print a line without markup, after a heading if there is one.
+
+        A terminal shows it in lines of complete words, numbers with their units. In a file it stays one line, and so
+        does a command, to be copied.
+        """
+        if heading:
+            heading += " " if heading.endswith(":") else "  "  # a heading without a colon is a column
+        if self.is_terminal and ": bandpo " not in line:
+            indent = " " * cell_len(heading)
+            wrapper = textwrap.TextWrapper(
+                max(20, self.width), indent, indent, break_long_words=False, break_on_hyphens=False
+            )
+            lines = map(wrapper.wrap, _WITHIN_QUANTITY.sub(_UNBROKEN, line).split("\n"))
+            line = "\n".join(chain.from_iterable(lines)).removeprefix(indent).replace(_UNBROKEN, " ")
+        self.print(Text.assemble((heading, style), line), highlight=False, soft_wrap=True)
+
+    def print_warnings(self, lines: Iterable[str], heading: str = "warning:") -> None:
+        """Print lines, each after a yellow heading."""
+        for line in lines:
+            self.print_line(line, heading, "yellow")
+
+    def print_rows(self, rows: Iterable[tuple[str, str]], width: int = 0) -> None:
+        """Print rows of a heading, `width` characters wide, and a text whose lines are below each other."""
+        for heading, text in rows:
+            for index, line in enumerate(text.splitlines()):
+                self.print_line(line, f"{'' if index else heading:<{width}}")
+
+    def print_settings(
+        self, rows: Iterable[tuple[str, str]], notes: Iterable[str] = (), warnings: Iterable[str] = ()
+    ) -> None:
+        """Print (heading, text) rows about a command, and the notes and warnings below it."""
+        rows = [*rows, ("data", "\n".join(notes))]
+        # The heading of the folder, which follows, has 10 characters.
+        self.print_rows(rows, max(10, *(len(heading) for heading, _ in rows)))
+        self.print_warnings(warnings)
 
 
 def open_console(stderr: bool = False, long_running: bool = False) -> Console:
@@ -109,12 +148,11 @@ def open_console(stderr: bool = False, long_running: bool = False) -> Console:
     file = getattr(sys.stderr if stderr else sys.stdout, "rich_proxied_file", None)
     if long_running and file is not None:
         file.on_loss = CONTINUES
-    console = SafeConsole(file=file, stderr=stderr, markup=False, emoji=False)
-    logger = logging.getLogger("bandpo_cli")
-    others = [handler for handler in logger.handlers if not isinstance(handler, LogHandler)]
-    logger.handlers = [*others, LogHandler(console)]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False  # MLflow's database migrations give the root logger a handler of their own
+    console = Console(file=file, stderr=stderr, markup=False, emoji=False)
+    others = [handler for handler in log.handlers if not isinstance(handler, LogHandler)]
+    log.handlers = [*others, LogHandler(console)]
+    log.setLevel(logging.INFO)
+    log.propagate = False  # MLflow's database migrations give the root logger a handler of their own
     return console
 
 
@@ -127,55 +165,7 @@ class LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         heading = "warning:" if record.levelno >= logging.WARNING else ""
-        print_line(self._console, redact_credentials(record.getMessage()), heading, "yellow")
-
-
-def print_warnings(console: Console, lines: Iterable[str], heading: str = "warning:") -> None:
-    """Print lines, each after a yellow heading."""
-    for line in lines:
-        print_line(console, line, heading, "yellow")
-
-
-_WITHIN_QUANTITY = re.compile(r"(?<=\d) (?=[^\W\d])|(?<=[=×≤≥→]) | (?==)|(?<=%) (?=\()")
-"""The spaces of `1% (0.49 s)`, `T = 1` and `≤ 8 tokens`, at which no line is broken."""
-_UNBROKEN = "\ufdd0"  # one of the code points that Unicode reserves for uses inside of a program
-
-
-def print_line(console: Console, line: str, heading: str = "", style: str = "bold") -> None:
-    """Print a line without markup, after a heading if there is one.
-
-    A terminal shows it in lines of complete words, numbers with their units. In a file it stays one line, and so does a
-    command, to be copied.
-    """
-    if heading:
-        heading += " " if heading.endswith(":") else "  "  # a heading without a colon is a column
-    if console.is_terminal and ": bandpo " not in line:
-        indent = " " * cell_len(heading)
-        wrapper = textwrap.TextWrapper(
-            max(20, console.width), indent, indent, break_long_words=False, break_on_hyphens=False
-        )
-        lines = map(wrapper.wrap, _WITHIN_QUANTITY.sub(_UNBROKEN, line).split("\n"))
-        line = "\n".join(chain.from_iterable(lines)).removeprefix(indent).replace(_UNBROKEN, " ")
-    console.print(Text.assemble((heading, style), line), highlight=False, soft_wrap=True)
-
-
-def print_rows(console: Console, rows: Iterable[tuple[str, str]], width: int = 0) -> None:
-    """Print rows of a heading, `width` characters wide, and a text whose lines are below each other."""
-    for heading, text in rows:
-        for index, line in enumerate(text.splitlines()):
-            print_line(console, line, f"{'' if index else heading:<{width}}")
-
-
-def print_settings(
-    console: Console, rows: Iterable[tuple[str, str]], notes: Iterable[str] = (), warnings: Iterable[str] = ()
-) -> None:
-    """Print (heading, text) rows about a command, and the notes and warnings below it."""
-    rows = [*rows, ("data", "\n".join(notes))]
-    width = max(
-        10, *(len(heading) for heading, _ in rows)
-    )  # the heading of the folder, which follows, has 10
-    print_rows(console, rows, width)
-    print_warnings(console, warnings)
+        self._console.print_line(redact_credentials(record.getMessage()), heading, "yellow")
 
 
 def make_table(*headings: str, gap: int = 2) -> Table:
@@ -217,12 +207,13 @@ class ExperimentView(CallbackBase):
     next update would leave old lines above the new ones.
     """
 
-    spinners: Mapping[str, str] = {}
+    spinners: Mapping[str, str] = {"load": "loading torch and the model …"}
     """The text beside the spinner, by phase."""
 
     def __init__(self, console: Console, runs_dir: Path = Path("runs")) -> None:
         self.console, self.runs_dir = console, runs_dir
         self.in_progress = False
+        self.printed_at = -math.inf  # the last line of progress, by `time.monotonic`
         self._status: Status | None = None
         self._live: Live | None = None
 
@@ -237,11 +228,16 @@ class ExperimentView(CallbackBase):
         """Return the progress since the last line for a file; None if it is too early for another line."""
         raise NotImplementedError
 
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a file gets a line in any case, since the last one was `LINE_SECONDS` ago."""
+        return time.monotonic() >= self.printed_at + LINE_SECONDS
+
     def print_start(self, folder: Path | None, heading: str, notes: Iterable[str] = ()) -> None:
         """Print the notes and the folder of the experiment."""
         self.spin(None)
-        print_warnings(self.console, notes)
-        print_line(self.console, str(folder), heading)
+        self.console.print_warnings(notes)
+        self.console.print_line(str(folder), heading)
 
     def spin(self, text: str | None) -> None:
         """Show a spinner with `text` in place of an earlier one; None removes it."""
@@ -267,7 +263,8 @@ class ExperimentView(CallbackBase):
     def update_progress(self) -> None:
         """Print a line if one is due. A terminal shows the current state in any case."""
         if self.in_progress and self._live is None and (text := self.line()) is not None:
-            print_line(self.console, text)
+            self.printed_at = time.monotonic()
+            self.console.print_line(text)
 
     def stop_progress(self) -> None:
         """Leave the final state on a terminal."""

@@ -21,15 +21,7 @@ import typer
 from rich.text import Text
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.console import (
-    make_table,
-    open_console,
-    print_json,
-    print_line,
-    print_rows,
-    print_warnings,
-)
-from bandpo_cli.cli.options import complete_shipped_config
+from bandpo_cli.cli.console import make_table, open_console, print_json
 from bandpo_cli.errors import UserError, nearest, one_line
 
 if TYPE_CHECKING:  # its import takes 0.05 s
@@ -241,7 +233,7 @@ def doctor(format_: opt.TableOrJson = "table") -> None:
     if format_ == "json":
         print_json(asdict(diagnosis))
     else:
-        print_rows(console, diagnosis.system.items(), 7)
+        console.print_rows(diagnosis.system.items(), 7)
         table = make_table("package", "installed", "tested")
         for package in diagnosis.packages:
             version = package.version or ("optional" if package.optional else "missing")
@@ -249,8 +241,8 @@ def doctor(format_: opt.TableOrJson = "table") -> None:
             table.add_row(package.name, version, package.tested, style=color)
         console.print("", table, highlight=False)
         for problem in diagnosis.problems:
-            print_line(console, problem, "problem", "red")
-        print_rows(console, [("repair", diagnosis.repair or "")], 7)
+            console.print_line(problem, "problem", "red")
+        console.print_rows([("repair", diagnosis.repair or "")], 7)
     if diagnosis.problems:
         raise typer.Exit(1)
 
@@ -290,7 +282,7 @@ def configs(
         trainer, path = opt.check_choice("--from", from_[0].lower(), ("trl", "verl")), from_[1]
         ranks = {"num_processes": processes} if trainer == "trl" else {}
         translated = Translation(trainer, ranks | read_trainer_file(path))
-        print_warnings(open_console(stderr=True), translated.missing, "no place:")
+        open_console(stderr=True).print_warnings(translated.missing, "no place:")
         print(translated.to_yaml(), end="")
         return
     from bandpo_cli.config import describe_config, shipped_configs
@@ -305,7 +297,7 @@ def configs(
 
 @configs_app.command()
 @opt.documented
-def show(name: Annotated[str, opt.argument("NAME", complete=complete_shipped_config)]) -> None:
+def show(name: Annotated[str, opt.argument("NAME", complete=opt.complete_shipped_config)]) -> None:
     """Print a configuration file.
 
     Args:

@@ -13,25 +13,21 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import (
-    LOADING,
     PLAIN_LINES,
+    Console,
     ExperimentView,
     format_duration,
     make_table,
     open_console,
     print_json,
-    print_line,
-    print_rows,
-    print_settings,
 )
-from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.errors import plural
 from bandpo_cli.processes.ranks import RUN_NAME_VARIABLE, ranks_to_start
@@ -64,14 +60,16 @@ _TASK = opt.option("NAME|FILE", "the evaluation sets of the run", complete=opt.c
 def evaluate(
     *,
     context: typer.Context,
-    model: Annotated[str | None, opt.option("MODEL", "the bundled model", complete=folder_of("run"))] = None,
+    model: Annotated[
+        str | None, opt.option("MODEL", "the bundled model", complete=opt.folder_of("run"))
+    ] = None,
     task: Annotated[list[str] | None, _TASK] = None,
     samples: Annotated[Path | None, opt.option("FILE")] = None,
     n: Annotated[int | None, opt.option("N", "the run's, else 16 or 4", flags=["--n"], min=1)] = None,
     k: Annotated[str | None, opt.option("K,K", "4, 16, ... up to n", flags=["--k"])] = None,
     settings: opt.EvalSettings,
     format_: opt.TableOrJson = "table",
-    resume: Annotated[str | None, opt.option("NAME", complete=folder_of("evaluation"))] = None,
+    resume: Annotated[str | None, opt.option("NAME", complete=opt.folder_of("evaluation"))] = None,
     name: Annotated[str | None, opt.option("NAME", "from model, tasks, n, seed and time")] = None,
     config: opt.ConfigFiles = None,
     set_: opt.Assignments = None,
@@ -112,7 +110,6 @@ def evaluate(
     from bandpo_cli.config.layers import nest, read_assignments, read_config
     from bandpo_cli.experiments import evaluate as run_evaluation
     from bandpo_cli.experiments.eval_plan import MAX_K, plan_evaluation, plan_evaluation_resume
-    from bandpo_cli.experiments.eval_run import resume_evaluation
     from bandpo_cli.experiments.plan import choose_run_name, read_numbers
     from bandpo_cli.storage.run_folder import EvalFolder
 
@@ -144,21 +141,18 @@ def evaluate(
     if not folder.samples_path.exists():
         print_request(console, request)
     with exit_on_sigterm(), closing(EvalView(console, format_, runs_dir)) as view:
-        if resume is not None:
-            result = resume_evaluation(resume, runs_dir, request=request, callbacks=[view])
-        else:
-            result = run_evaluation(request, runs_dir=runs_dir, name=asked, callbacks=[view])
+        result = run_evaluation(request, runs_dir=runs_dir, name=asked, callbacks=[view])
     files = {"metrics": "eval.json", "samples": "samples.parquet", "histogram": "plots/success.png"}
     rows = [(heading, str(result.folder / name)) for heading, name in files.items()]
-    print_rows(console, [*rows, ("MLflow", result.mlflow or "")], 9)
+    console.print_rows([*rows, ("MLflow", result.mlflow or "")], 9)
     return None
 
 
 @eval_app.command()
 @opt.documented
 def compare(
-    a: Annotated[str, opt.argument("A", complete=folder_of("evaluation", "run"))],
-    b: Annotated[str, opt.argument("B", complete=folder_of("evaluation", "run"))],
+    a: Annotated[str, opt.argument("A", complete=opt.folder_of("evaluation", "run"))],
+    b: Annotated[str, opt.argument("B", complete=opt.folder_of("evaluation", "run"))],
     show: Annotated[int, opt.option("N", min=0)] = 5,
     margin: Annotated[float, opt.option("M")] = 0.02,
     format_: opt.TableOrJson = "table",
@@ -197,7 +191,7 @@ _UNGRADED_RATES = ("timeout_rate", "grader_error_rate", "not_applicable_rate")
 class EvalView(ExperimentView):
     """Console view of an evaluation. Completions that were stored before the start do not count for the rate."""
 
-    spinners: Mapping[str, str] = {"load": LOADING, "score": "intervals by bootstrap …"}
+    spinners: Mapping[str, str] = {**ExperimentView.spinners, "score": "intervals by bootstrap …"}
 
     def __init__(self, console: Console, style: str, runs_dir: Path) -> None:
         super().__init__(console, runs_dir)
@@ -209,7 +203,7 @@ class EvalView(ExperimentView):
         self._info = info
         if info.rescored:
             self.spin(None)
-            print_line(self.console, f"{info.folder} has all its completions: scoring them again")
+            self.console.print_line(f"{info.folder} has all its completions: scoring them again")
             return
         self.print_start(info.folder, "evaluation", info.notes)
         self._total, self._stored, self._done = info.completions, info.stored, info.stored
@@ -225,7 +219,7 @@ class EvalView(ExperimentView):
             new = f"{self._done - self._stored:,} completions"
             new += f" after {self._stored:,} that were there" if self._stored else ""
             duration = format_duration(time.perf_counter() - self._start)
-            print_line(self.console, f"{new} in {duration}, {self._rate()[1]} per second")
+            self.console.print_line(f"{new} in {duration}, {self._rate()[1]} per second")
         super().phase(name)
 
     def step(self, report: Batch) -> None:
@@ -251,7 +245,7 @@ class EvalView(ExperimentView):
             stored = EvalFolder(result.folder).count_stored()
             again = shell_command("eval --resume", result.folder, self.runs_dir)
             line = f"{stored:,} of {self._total:,} completions are stored; resume with: {again}"
-            print_line(self.console, f"{result.record['status']}: {line}")
+            self.console.print_line(f"{result.record['status']}: {line}")
 
     def render(self) -> RenderableType:
         """Return the bar, with the name of the evaluation set before it and the counts after it."""
@@ -307,7 +301,7 @@ def print_request(console: Console, request: EvalPlan) -> None:
         }
         # Notes that only count problems repeat the row "tasks".
         notes = [note for note in task.notes if not note.endswith((" problem", " problems"))]
-    print_settings(console, rows.items(), notes)
+    console.print_settings(rows.items(), notes)
 
 
 def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
@@ -316,10 +310,10 @@ def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
         n = f"{score.fewest}" if score.fewest == score.most else f"{score.fewest} to {score.most}"
         size = f"{plural(len(score.by_problem), 'problem')} × {n} = {score.completions:,} completions"
         console.print()
-        print_line(console, size, label)
+        console.print_line(size, label)
         if not score.graded:
             counts = ", ".join(f"{count:,} {verdict}" for verdict, count in score.verdicts.items())
-            print_line(console, f"no answer was graded ({counts}): there is no accuracy and no reward")
+            console.print_line(f"no answer was graded ({counts}): there is no accuracy and no reward")
             continue
         table = make_table("", ">mean", ">95% interval")
         first = ["reward"] if score.nonbinary_rewards else []
@@ -330,7 +324,7 @@ def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
                 table.add_row(metric_label(name), metric_text(name, metric.value), interval)
         console.print(table, "")
         if ungraded := ungraded_line(score):
-            print_line(console, ungraded)
+            console.print_line(ungraded)
         for line in histogram(score):
             console.print(line, highlight=False)
     console.print()
@@ -381,15 +375,15 @@ def print_comparison(console: Console, result: ComparisonResult, show: int) -> N
     """Print what changed from A to B, with the `show` most changed problems of each set."""
     from bandpo_cli.reports.run_variants import format_setting
 
-    print_rows(console, [("A", str(result.path_a)), ("B", str(result.path_b))])
+    console.print_rows([("A", str(result.path_a)), ("B", str(result.path_b))])
     for key, (a, b) in result.differences.items():
         null = "all" if key == "evaluation.problems" else "not set"
         before, after = (null if value is None else format_setting(value)[:200] for value in (a, b))
-        print_line(console, f"{key} is {before} in A and {after} in B", "differs", "yellow")
+        console.print_line(f"{key} is {before} in A and {after} in B", "differs", "yellow")
     for label, compared in result.sets.items():
         only = [f"{n:,} only in {name}" for name, n in (("A", compared.only_a), ("B", compared.only_b)) if n]
         console.print()
-        print_line(console, ", ".join([f"{plural(compared.shared, 'problem')} in both", *only]), label)
+        console.print_line(", ".join([f"{plural(compared.shared, 'problem')} in both", *only]), label)
         gap = 1 if console.width < 100 else 2  # leaves the verdict more of 80 columns
         table = make_table("", ">A", ">B", ">B − A", ">95% interval", ">detectable", "verdict", gap=gap)
         for name, (a, b, change, conclusion) in compared.metrics.items():
@@ -401,7 +395,7 @@ def print_comparison(console: Console, result: ComparisonResult, show: int) -> N
         console.print(table)
         compared_by = "mean reward" if "reward" in compared.metrics else "share of correct completions"
         others = f"lower on {compared.losses:,}, the same on {compared.ties:,}"
-        print_line(console, f"{compared_by}: higher in B on {plural(compared.wins, 'problem')}, {others}")
+        console.print_line(f"{compared_by}: higher in B on {plural(compared.wins, 'problem')}, {others}")
         if (p := compared.sign_test_p) is not None:
             differing = compared.wins + compared.losses
             line = f"exact sign test, problems that differ: {differing:,}, p {'< 0.001' if p < 0.001 else f'= {p:.3f}'}"
@@ -409,9 +403,9 @@ def print_comparison(console: Console, result: ComparisonResult, show: int) -> N
                 line += "; with fewer than 6 it cannot be below 0.05"
             elif differing < 20:
                 line += "; with so few, the 95% interval is approximate"
-            print_line(console, line)
+            console.print_line(line)
         for id_, share_a, share_b in compared.changed_problems[:show]:
             digits = 2 if f"{share_a:.2f}" != f"{share_b:.2f}" else 4
             question = compared.questions[id_]
             name = id_ if not question or question.strip(" :=") in id_ else f"{question}  ({id_})"
-            print_line(console, f"  {share_a:.{digits}f} → {share_b:.{digits}f}  {name}")
+            console.print_line(f"  {share_a:.{digits}f} → {share_b:.{digits}f}  {name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
@@ -12,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.console import ExperimentView, open_console, print_line, print_rows
-from bandpo_cli.cli.options import folder_of, one_of
-from bandpo_cli.errors import plural
+from bandpo_cli.cli.console import ExperimentView, open_console
+from bandpo_cli.errors import log, plural
 from bandpo_cli.registries import TRACKERS
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ def export() -> None:
 @opt.documented
 def export_verl(
     out: NewFolder,
-    run: Annotated[str | None, opt.argument("[RUN]", complete=folder_of("run"))] = None,
+    run: Annotated[str | None, opt.argument("[RUN]", complete=opt.folder_of("run"))] = None,
     config: opt.ConfigFiles = None,
     set_: opt.Assignments = None,
     nodes: Annotated[int, opt.option("N", min=1)] = 1,
@@ -80,13 +78,13 @@ def export_verl(
         ("changed", "\n".join(changes)),
         ("run", f"bash {out / 'run.sh'}" if nodes == 1 else f"cd {out} && sbatch cluster.sh; see README.md"),
     ]
-    print_rows(open_console(), rows, len("batches"))
+    open_console().print_rows(rows, len("batches"))
 
 
 @export_app.command()
 @opt.documented
 def merged(
-    model: Annotated[str, opt.argument("RUN", complete=folder_of("run"))],
+    model: Annotated[str, opt.argument("RUN", complete=opt.folder_of("run"))],
     out: NewFolder,
     runs_dir: Annotated[Path, opt.option("DIR")] = opt.RUNS,
 ) -> None:
@@ -104,7 +102,7 @@ def merged(
     """
     from bandpo_cli.experiments import export_merged
 
-    print_line(open_console(), str(export_merged(model, out, runs_dir)), "model")
+    open_console().print_line(str(export_merged(model, out, runs_dir)), "model")
 
 
 @import_app.callback()
@@ -144,15 +142,15 @@ def import_verl(
 
     imported, excluded = import_run(job, name=name, uri=tracking_uri, run_id=run, runs_dir=runs_dir)
     progress = f"{imported.status}, step {imported.step:,} of {imported.steps:,}"
-    print_rows(open_console(), [(str(imported.path), progress), ("excluded", ", ".join(excluded))])
+    open_console().print_rows([(str(imported.path), progress), ("excluded", ", ".join(excluded))])
 
 
 @opt.documented
 def sync(
-    runs: Annotated[list[str] | None, opt.argument("RUN...", complete=folder_of("run", "sweep"))] = None,
+    runs: Annotated[list[str] | None, opt.argument("RUN...", complete=opt.folder_of("run", "sweep"))] = None,
     all_: Annotated[bool, opt.option()] = False,
     tracker: Annotated[
-        list[str] | None, opt.option("NAME", "those of the run", complete=one_of(TRACKERS))
+        list[str] | None, opt.option("NAME", "those of the run", complete=opt.one_of(TRACKERS))
     ] = None,
     tracking_uri: Annotated[str | None, opt.option("URI", "where the run was tracked, or would be")] = None,
     runs_dir: opt.RunsDir = opt.RUNS,
@@ -201,7 +199,7 @@ class SyncView(ExperimentView):
         self._names.popleft()
         label = report.name if report.tracker == "mlflow" else f"{report.name}, {report.tracker}"
         if report.skipped is not None:
-            print_line(self.console, f"left out: {report.skipped}", label)
+            self.console.print_line(f"left out: {report.skipped}", label)
         if (synced := report.result) is None:
             return
         metrics = synced.metrics
@@ -213,9 +211,9 @@ class SyncView(ExperimentView):
         (new if synced.ended else old).append(f"status {synced.status}")
         line = f"sent {', '.join(new) or 'nothing'}{'; there already: ' if old else ''}{', '.join(old)}"
         later = "; still being written: its files and its status come later" if synced.writing else ""
-        print_line(self.console, line + later, label)
+        self.console.print_line(line + later, label)
         if number := metrics.differing:
-            logging.getLogger("bandpo_cli").warning(
+            log.warning(
                 f"{plural(number, 'value')} at MLflow {'differs' if number == 1 else 'differ'} from the run "
                 "folder's: steps that a resume did again were sent before, and MLflow changes no value"
             )

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
-from bandpo_cli.cli.console import (
-    LINE_SECONDS,
-    LOADING,
-    ExperimentView,
-    format_duration,
-    make_table,
-    open_console,
-    print_line,
-    print_rows,
-    print_settings,
-    print_warnings,
-)
+from bandpo_cli.cli.console import Console, ExperimentView, format_duration, make_table, open_console
 from bandpo_cli.cli.train_view import sample_text, settings_rows
 from bandpo_cli.config.layers import setting_text, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.experiments.memory_check import (
-    GIB,
-    describe_memory,
-    memory_of_task,
-    memory_report,
-    saving_advice,
-)
+from bandpo_cli.experiments.memory_check import describe_memory, memory_of_task, memory_report, saving_advice
 from bandpo_cli.experiments.monitor import advice
 from bandpo_cli.experiments.plan import Plan
 from bandpo_cli.experiments.trials import ProbeReport, dry_run, probe, try_graders
@@ -69,7 +50,7 @@ def print_changes(console: Console, config: RunConfig, all_settings: bool) -> No
     if table.row_count:
         console.print(table, highlight=False)
     else:
-        print_line(console, "all settings have their defaults (--all-settings prints them)")
+        console.print_line("all settings have their defaults (--all-settings prints them)")
 
 
 def print_dry_run(console: Console, plan: Plan) -> None:
@@ -79,16 +60,14 @@ def print_dry_run(console: Console, plan: Plan) -> None:
     """
     config, task = plan.pinned, plan.task
     assert task is not None  # only a resume can be without problems
-    for trial in try_graders(config, task) if is_main_process() else ():
-        problem, grade = trial.problem, trial.grade
-        dummy = f"the dummy completion {trial.completion!r:.80}"
+    for problem, completion, grade, warnings in try_graders(config, task) if is_main_process() else ():
+        dummy = f"the dummy completion {completion!r:.80}"
         dummy += f" for the reference {problem.answer!r:.80}" if problem.answer else ""
         reward = f"reward {grade.reward:g}" if grade.has_reward else "without a reward (None or NaN)"
-        print_rows(console, [("grader", f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}")], 10)
-        print_warnings(console, trial.warnings)
+        console.print_rows([("grader", f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}")], 10)
+        console.print_warnings(warnings)
     with ExitStack() as stack:
         view = stack.enter_context(closing(ExperimentView(console)))
-        view.spinners = {"load": LOADING}
 
         def show_memory(config: RunConfig, estimate: MemoryEstimate) -> None:
             view.spin(None)
@@ -99,26 +78,26 @@ def print_dry_run(console: Console, plan: Plan) -> None:
         view.spin(None)
         assert loaded is not None
         print_prompt(console, config, loaded.encoder, loaded.train[0])
-        print_warnings(console, loaded.notes)
+        console.print_warnings(loaded.notes)
     others = "the results of a step", "the space on the disk", "whether the trackers answer"
     unknown = ", ".join(filter(None, [unchecked, *others]))
-    print_rows(console, [("dry run", f"accepted; not checked: {unknown}")], 10)
+    console.print_rows([("dry run", f"accepted; not checked: {unknown}")], 10)
 
 
 def print_prompt(console: Console, config: RunConfig, encoder: PromptEncoder, problem: Problem) -> None:
     """Print a prompt as the model reads it, its special tokens, and the effect of arguments of the chat template."""
     ids, most = encoder.encode([problem])[0].token_ids, config.sampling.max_prompt_tokens
     pieces, count = [*encoder.pieces(ids)], f"{len(ids):,} tokens (sampling.max_prompt_tokens = {most:,})"
-    print_rows(console, [("prompt", f"of problem {problem.id}, {count}:")], 10)
+    console.print_rows([("prompt", f"of problem {problem.id}, {count}:")], 10)
     styled = [(text, "" if token is None else "reverse") for text, token in pieces]
     console.print(Text.assemble(*styled), soft_wrap=True)
     special = ", ".join(f"{text} ({token})" for text, token in pieces if token is not None)
-    print_line(console, special or "none", "special tokens")
+    console.print_line(special or "none", "special tokens")
     if arguments := config.model.chat_template_kwargs:
         effect = encoder.effect_of_arguments(problem)
         changed = "these lines of it:" if effect else "nothing in it: these are the template's own values"
         line = f"model.chat_template_kwargs = {arguments} changes {changed}"
-        print_rows(console, [("template", "\n".join([line, *effect]))], 10)
+        console.print_rows([("template", "\n".join([line, *effect]))], 10)
 
 
 def print_memory(console: Console, config: RunConfig, estimate: MemoryEstimate) -> None:
@@ -135,52 +114,50 @@ def print_memory(console: Console, config: RunConfig, estimate: MemoryEstimate) 
     for phase, components in phases.items():
         for name, size in components.items():
             if size:
-                table.add_row(name, f"{size / GIB:,.2f}", phase)
+                table.add_row(name, f"{size / 2**30:,.2f}", phase)
     console.print(table, highlight=False)
     fits = "fits" if estimate.fits else f"too much; {saving_advice(config, estimate)}"
     heading = "" if estimate.fits else "warning:"
-    print_line(console, f"{describe_memory(estimate)}: {fits}", heading, "yellow")
+    console.print_line(f"{describe_memory(estimate)}: {fits}", heading, "yellow")
     if config.model.lora is not None:
         without = {"model": config.model.model_copy(update={"lora": None})}
         peak = memory_report(config.model_copy(update=without), estimate.ranks).peak
         trained = f"{estimate.trained / 1e6:,.1f}M of {estimate.parameters / 1e6:,.1f}M parameters"
-        line = f"trains {trained}; training all weights takes {peak / GIB:,.1f} GiB at the peak"
-        print_rows(console, [("LoRA", line)], 10)
+        line = f"trains {trained}; training all weights takes {peak / 2**30:,.1f} GiB at the peak"
+        console.print_rows([("LoRA", line)], 10)
 
 
 def run_probe(plan: Plan, runs_dir: Path, size: int) -> None:
     """Print the statement of the run, probe it, and print the results, the memory, and the settings to change."""
     console, task = open_console(long_running=True), plan.task
     assert task is not None  # only a resume can be without problems
-    print_settings(console, settings_rows(plan.config, task), task.notes, plan.warnings)
+    console.print_settings(settings_rows(plan.config, task), task.notes, plan.warnings)
     with closing(ExperimentView(console, runs_dir)) as view:
         view.spinners = {
-            "load": LOADING,
+            **view.spinners,
             "sample": "sampling with the untrained model …",
             "grade": "grading …",
         }
         view.spinners |= dict.fromkeys(("logprobs", "update"), "a trial step …")
-        sampling, printed = view.spinners["sample"], -math.inf
+        sampling = view.spinners["sample"]
 
         def show_progress(done: int, total: int, seconds: float) -> None:
-            nonlocal printed
             left = f"{done} of {plural(total, 'problem')} sampled, about {format_duration(seconds)} left"
             view.spinners = {**view.spinners, "sample": f"{sampling} {left}"}
-            is_due = not console.is_terminal and time.monotonic() > printed + LINE_SECONDS
-            if is_due and done < total:
+            if view.is_overdue and not console.is_terminal and done < total:
                 view.spin(None)
-                print_rows(console, [("probe", f"{left}, then a trial step")], 10)
-                printed = time.monotonic()
+                console.print_rows([("probe", f"{left}, then a trial step")], 10)
+                view.printed_at = time.monotonic()
 
         report = probe(plan, [view], size, show_progress)
     print_results(console, plan.config, report)
     with suppress(UserError):  # of a model without an estimate
         memory = memory_of_task(plan.config, task)
-        print_rows(console, [("memory", "of the run, not of the probe:")], 10)
+        console.print_rows([("memory", "of the run, not of the probe:")], 10)
         print_memory(console, *memory)
-    print_warnings(console, lines := advice(plan.config, report.metrics), "try:")
+    console.print_warnings(lines := advice(plan.config, report.metrics), "try:")
     if not lines:
-        print_line(console, "nothing to change: the run can learn from these completions")
+        console.print_line("nothing to change: the run can learn from these completions")
 
 
 def print_results(console: Console, config: RunConfig, report: ProbeReport) -> None:
@@ -209,7 +186,7 @@ def print_results(console: Console, config: RunConfig, report: ProbeReport) -> N
         "time": time_text(config, report),
         "a sample": sample_text(rollouts[0]).plain,
     }
-    print_rows(console, rows.items(), 10)
+    console.print_rows(rows.items(), 10)
 
 
 def clipping_text(config: RunConfig, report: ProbeReport) -> str:

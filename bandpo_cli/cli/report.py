@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.console import make_table, open_console, print_json, print_line, print_warnings
-from bandpo_cli.cli.options import folder_of
+from bandpo_cli.cli.console import Console, make_table, open_console, print_json
 from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import AXES
 from bandpo_cli.paths import path_exists, read_json_object, relative_to_cwd
@@ -20,13 +18,12 @@ from bandpo_cli.paths import path_exists, read_json_object, relative_to_cwd
 if TYPE_CHECKING:
     from bandpo_cli.reports.compare_variants import Metric, Report
 
-_WIDE = 110
-"""Width of a terminal from which on a mean and its interval are on one line, in columns."""
+_WIDE = 110  # width of a terminal from which on a mean and its interval are on one line, in columns
 
 
 @opt.documented
 def report(
-    paths: Annotated[list[Path], opt.argument("PATH", complete=folder_of("sweep", "run"))],
+    paths: Annotated[list[Path], opt.argument("PATH", complete=opt.folder_of("sweep", "run"))],
     baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's, else the first")] = None,
     by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
     out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
@@ -76,8 +73,8 @@ def report(
 
 def print_report(console: Console, report: Report) -> None:
     """Print the report: finding, leaderboard, notes, files."""
-    print_line(console, report.about, report.title)
-    print_line(console, report.finding)
+    console.print_line(report.about, report.title)
+    console.print_line(report.finding)
     console.print()
     separator = " " if console.width >= _WIDE else "\n"
     over_sets = [metric for metric in report.metrics if "/" not in metric.key]
@@ -88,17 +85,17 @@ def print_report(console: Console, report: Report) -> None:
         console.print(_report_table(report, by_set, separator))
     for fit in report.fits:
         cells = zip(fit.HEADINGS, fit.cells, strict=True)
-        print_line(console, f"{fit.variant}: " + "; ".join(map(" ".join, cells)), "fit:", "dim")
+        console.print_line(f"{fit.variant}: " + "; ".join(map(" ".join, cells)), "fit:", "dim")
     for line in report.tuning.notes() if report.tuning is not None else ():
-        print_line(console, line, "tuned:", "dim")
-    print_warnings(console, report.notes, "note:")
+        console.print_line(line, "tuned:", "dim")
+    console.print_warnings(report.notes, "note:")
     for run in report.excluded:
         variant_and_seed = f"{run.variant}, seed {run.seed}: " if run.variant else ""
-        print_line(console, f"{run.run}: {variant_and_seed}{run.reason}", "excluded:", "yellow")
+        console.print_line(f"{run.run}: {variant_and_seed}{run.reason}", "excluded:", "yellow")
     console.print()
     for name in ("report.html", "report.md", "report.json", "leaderboard.csv"):
-        print_line(console, str(relative_to_cwd(report.files[name])))
-    print_line(console, ", ".join(name for name in report.files if name.endswith(".png")), "plots:", "dim")
+        console.print_line(str(relative_to_cwd(report.files[name])))
+    console.print_line(", ".join(name for name in report.files if name.endswith(".png")), "plots:", "dim")
 
 
 def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> Table:

@@ -11,29 +11,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.cells import cell_len
-from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.console import (
-    format_duration,
-    make_table,
-    open_console,
-    print_json,
-    print_line,
-    print_rows,
-    print_settings,
-    to_json,
-)
-from bandpo_cli.cli.options import folder_of, one_of
+from bandpo_cli.cli.console import Console, format_duration, make_table, open_console, print_json, to_json
 from bandpo_cli.errors import UserError, excerpt, nearest
 from bandpo_cli.methods import METHODS
 from bandpo_cli.metric_names import AXES
 from bandpo_cli.processes.watch import read_stacks
 
 RunName = Annotated[
-    str, opt.argument("RUN", complete=folder_of("run"), help="Its name in --runs-dir, or its folder.")
+    str, opt.argument("RUN", complete=opt.folder_of("run"), help="Its name in --runs-dir, or its folder.")
 ]
 
 _STYLES = {
@@ -65,10 +54,10 @@ _FIRST_METRICS = (
 @opt.documented
 def runs(
     patterns: Annotated[
-        list[str] | None, opt.argument("PATTERN...", "all", complete=folder_of("run", "sweep"))
+        list[str] | None, opt.argument("PATTERN...", "all", complete=opt.folder_of("run", "sweep"))
     ] = None,
-    method: Annotated[str | None, opt.option("METHOD", complete=one_of(METHODS))] = None,
-    task: Annotated[str | None, opt.option("TASK", complete=one_of(opt.TASK_NAMES))] = None,
+    method: Annotated[str | None, opt.option("METHOD", complete=opt.one_of(METHODS))] = None,
+    task: Annotated[str | None, opt.option("TASK", complete=opt.one_of(opt.TASK_NAMES))] = None,
     status: Annotated[str | None, _STATUS] = None,
     sort: Annotated[str, _SORT] = "time",
     format_: opt.TableOrJson = "table",
@@ -99,7 +88,7 @@ def runs(
     if not runs:
         is_filtered = patterns or method or task or status
         none = f"no such runs in {runs_dir}" if is_filtered else "no runs yet; bandpo train starts one"
-        print_line(console, none)
+        console.print_line(none)
         return
     columns: dict[str, list[Text]] = {heading: [] for heading in _COLUMNS}
     for run in runs:
@@ -129,7 +118,7 @@ def runs(
     for run in runs:
         reason = run.stopped_by or (run.error if run.status != "KILLED" else None)
         if reason is not None:
-            print_line(console, excerpt(reason, 400), run.name, "yellow")
+            console.print_line(excerpt(reason, 400), run.name, "yellow")
 
 
 @opt.documented
@@ -199,9 +188,9 @@ def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path,
         ("completions", _steps(run["sampled_steps"])),
         ("plots", ", ".join(path.name for path in run["plots"])),
     ]
-    print_settings(console, [(heading, text or "none") for heading, text in rows])
+    console.print_settings([(heading, text or "none") for heading, text in rows])
     # Not rows of the table, which would break an address into lines that a terminal does not link.
-    print_rows(console, tracker_rows(config.tracking, run["path"]), len("completions"))
+    console.print_rows(tracker_rows(config.tracking, run["path"]), len("completions"))
     table = make_table("metric", ">first", ">step", ">last", ">step")
     order = {key: index for index, key in enumerate(_FIRST_METRICS)}
     scores = r"eval/.*/(mean|pass|maj)_at_[^/]*"
@@ -218,7 +207,7 @@ def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path,
     console.print("", table, highlight=False)
     if run["status"] in ("FAILED", "KILLED"):
         console.print()
-        print_line(console, shell_command("train --resume", run["path"], runs_dir), "resume with:")
+        console.print_line(shell_command("train --resume", run["path"], runs_dir), "resume with:")
 
 
 def _steps(steps: Sequence[int]) -> str:
@@ -231,7 +220,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 @opt.documented
 def samples(
-    run: Annotated[str, opt.argument("RUN", complete=folder_of("run", "evaluation"))],
+    run: Annotated[str, opt.argument("RUN", complete=opt.folder_of("run", "evaluation"))],
     step: Annotated[int | None, opt.option("N", "the last step with samples", min=0)] = None,
     correct: Annotated[bool, opt.option()] = False,
     wrong: Annotated[bool, opt.option()] = False,
@@ -289,7 +278,7 @@ def samples(
             _print_completion(console, completion)
     right = sum(item["accuracy"] == 1 for item in chosen)
     more = f"; --limit 0 prints all {len(chosen):,}" if len(shown) < len(chosen) else ""
-    print_line(console, f"{len(shown):,} of {len(chosen):,} completions of {path}, {right:,} correct{more}")
+    console.print_line(f"{len(shown):,} of {len(chosen):,} completions of {path}, {right:,} correct{more}")
 
 
 def _print_completion(console: Console, completion: Mapping[str, Any]) -> None:
@@ -308,7 +297,7 @@ def _print_completion(console: Console, completion: Mapping[str, Any]) -> None:
 
 @opt.documented
 def view(
-    names: Annotated[list[str], opt.argument("RUN [RUN]", complete=folder_of("run", "evaluation"))],
+    names: Annotated[list[str], opt.argument("RUN [RUN]", complete=opt.folder_of("run", "evaluation"))],
     step: Annotated[int | None, opt.option("N", "the last recorded step", min=0)] = None,
     out: Annotated[Path | None, opt.option("FILE", "view/step-N.html in the folder of the run")] = None,
     x: opt.AxisName = "step",
@@ -338,11 +327,11 @@ def view(
     sources = open_sources(names, runs_dir, step)
     page, *parts = write_page(sources, out or default_path(sources), AXES[x])
     console = open_console()
-    print_line(console, str(page))
+    console.print_line(str(page))
     if parts:
         size = sum(path.stat().st_size for path in parts) / 1e6
         line = f"keep the folder {parts[0].parent} ({size:,.0f} MB) beside it"
-        print_line(console, line, "note:", "yellow")
+        console.print_line(line, "note:", "yellow")
     if open_:
         import webbrowser
 
@@ -378,4 +367,4 @@ def plot(
     if not written:
         raise UserError(f"{folder} has nothing to plot: the run has completed no step")
     for path in written:
-        print_line(console, str(path))
+        console.print_line(str(path))

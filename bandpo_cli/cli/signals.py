@@ -3,8 +3,7 @@
 import os
 import signal
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -14,11 +13,12 @@ from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.errors import SignalExit, signal_name
 from bandpo_cli.processes.ranks import is_main_process, launched_ranks, rank_count
 
-STOPPED = "stopped"
-"""Printed where a signal ends the program at once."""
+STOPPED = "stopped"  # printed where a signal ends the program at once
 
-FORWARDED: Mapping[int, int] = {signal.SIGUSR2: signal.SIGINT, signal.SIGVTALRM: signal.SIGTERM}
-"""The signals that the ranks of `--nproc` receive from their parent process, and what the parent has received. A
+_REPEATED: dict[int, int] = {signal.SIGPROF: signal.SIGINT, signal.SIGIO: signal.SIGTERM}
+FORWARDED: Mapping[int, int] = {signal.SIGUSR2: signal.SIGINT, signal.SIGVTALRM: signal.SIGTERM, **_REPEATED}
+"""The signals that the ranks of `--nproc` receive from their parent process, and what the parent has received, the last
+two if not for the first time: Python calls a handler once for all signals of a number that arrive in native code. A
 cluster sends SIGTERM to all processes of a job, so the ranks ignore SIGINT and SIGTERM. SIGUSR1 prints stacks."""
 
 
@@ -59,7 +59,6 @@ class StopSignals(CallbackBase):
     _deferring: bool = False
     _closing: bool = False
     _stack: ExitStack = field(default_factory=ExitStack)
-    _arrivals: Callable[[int], int] = lambda number: 1
 
     def is_requested(self) -> bool:
         """Return whether a signal has arrived."""
@@ -86,8 +85,8 @@ class StopSignals(CallbackBase):
         if threading.current_thread() is threading.main_thread():
             handlers: dict[int, Any] = dict.fromkeys(stop_signals(), self._handle)
             if launched_ranks() is not None:
-                handlers = dict.fromkeys(handlers, _ignore) | dict.fromkeys(FORWARDED, self._handle)
-                self._arrivals = self._stack.enter_context(_count_arrivals())
+                # Unlike SIG_IGN, a function is not inherited by the programs that this process starts.
+                handlers = dict.fromkeys(handlers, lambda *_: None) | dict.fromkeys(FORWARDED, self._handle)
             self._stack.enter_context(signal_handlers(handlers))
         return self
 
@@ -106,10 +105,9 @@ class StopSignals(CallbackBase):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._closing and rank_count() > 1 and launched_ranks() is None:
             return
-        count = self._arrivals(number)
-        number = FORWARDED.get(number, number)
-        repeated = number in self._received or count > 1
-        if count == 0 or (number == signal.SIGHUP and repeated):  # an earlier call has handled this one too
+        is_repeated, number = number in _REPEATED, FORWARDED.get(number, number)
+        repeated = is_repeated or number in self._received
+        if number == signal.SIGHUP and repeated:
             return
         self._received.append(number)
         deferred = self._deferring and not repeated
@@ -125,40 +123,14 @@ def write_line(line: str) -> None:
         os.write(2, f"{line}\n".encode())
 
 
-@contextmanager
-def _count_arrivals() -> Iterator[Callable[[int], int]]:
-    """Yield a function that returns how many signals of a number have arrived since its last call.
-
-    Python calls a handler once for all signals of a number that arrive while native code runs. It writes each of them
-    to the file descriptor of `signal.set_wakeup_fd`.
-    """
-    pipe = reading, writing = os.pipe()
-    counts: Counter[int] = Counter()
-
-    def take(number: int) -> int:
-        with suppress(BlockingIOError):
-            counts.update(os.read(reading, 1 << 16))
-        return counts.pop(number, 0)
-
-    for descriptor in pipe:
-        os.set_blocking(descriptor, False)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    try:
-        yield take
-    finally:
-        signal.set_wakeup_fd(before)
-        for descriptor in pipe:
-            os.close(descriptor)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing. Unlike SIG_IGN, a function is not inherited by the programs that this process starts."""
-
-
 def handle_forwarded_signals() -> None:
     """Let the signals of `FORWARDED` end this rank as SIGINT and SIGTERM end a program without handlers."""
-    signal.signal(signal.SIGUSR2, signal.default_int_handler)
-    signal.signal(signal.SIGVTALRM, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    for number, asked in FORWARDED.items():
+        signal.signal(number, signal.default_int_handler if asked == signal.SIGINT else terminate)
 
 
 @contextmanager

@@ -12,22 +12,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.console import (
-    LINE_SECONDS,
-    ExperimentView,
-    format_duration,
-    make_table,
-    open_console,
-    print_line,
-    print_rows,
-    print_warnings,
-)
-from bandpo_cli.cli.options import folder_of, one_of
+from bandpo_cli.cli.console import Console, ExperimentView, format_duration, make_table, open_console
 from bandpo_cli.cli.report import print_report
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.errors import RunError, SignalExit, UserError, plural
@@ -52,14 +42,14 @@ def sweep(
     settings: opt.Settings,
     seeds: Annotated[str | None, opt.option("S,S", "0")] = None,
     axis: Annotated[list[str] | None, opt.option("KEY=V,V")] = None,
-    fork: Annotated[str | None, opt.option("RUN[@STEP]", complete=folder_of("run"))] = None,
-    recorded: Annotated[str | None, opt.option("RUN", complete=folder_of("run"))] = None,
-    tuned_on: Annotated[str | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
+    fork: Annotated[str | None, opt.option("RUN[@STEP]", complete=opt.folder_of("run"))] = None,
+    recorded: Annotated[str | None, opt.option("RUN", complete=opt.folder_of("run"))] = None,
+    tuned_on: Annotated[str | None, opt.option("SWEEP", complete=opt.folder_of("sweep"))] = None,
     baseline: Annotated[str | None, opt.option("VARIANT")] = None,
     jobs: Annotated[int | None, opt.option("N", "as many as there are GPUs for, else cores", min=1)] = None,
     gpus_per_run: Annotated[int | None, opt.option("K", "1", min=1)] = None,
     stop_behind: Annotated[float | None, opt.option("MARGIN", "no run is ended")] = None,
-    executor: Annotated[str, opt.option("EXECUTOR", complete=one_of(("local", "ray")))] = "local",
+    executor: Annotated[str, opt.option("EXECUTOR", complete=opt.one_of(("local", "ray")))] = "local",
     ray_address: Annotated[
         str | None, opt.option("ADDRESS", "a local cluster that ends with the sweep")
     ] = None,
@@ -71,8 +61,8 @@ def sweep(
     tracking: opt.Tracking,
     dry_run: Annotated[bool, opt.option()] = False,
     power: Annotated[float | None, opt.option("DIFFERENCE")] = None,
-    pilot: Annotated[Path | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
-    resume: Annotated[str | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
+    pilot: Annotated[Path | None, opt.option("SWEEP", complete=opt.folder_of("sweep"))] = None,
+    resume: Annotated[str | None, opt.option("SWEEP", complete=opt.folder_of("sweep"))] = None,
 ) -> None:
     """Run every combination of the given values as an ordinary run, in one folder.
 
@@ -155,11 +145,11 @@ def sweep(
         request = plan_sweep(file, axes, axis or [], options, layers, runs_dir)
     console = open_console(long_running=not dry_run)
     for kind, note in request.notes() if isinstance(request, SweepPlan) else ():
-        print_line(console, note, kind, "cyan")
+        console.print_line(note, kind, "cyan")
     with closing(SweepView(console, runs_dir)) as view:
         if isinstance(request, SweepPlan):
             lines = chain.from_iterable(map(extreme_settings, request.runs.values()))
-            print_warnings(console, dict.fromkeys(lines))
+            console.print_warnings(dict.fromkeys(lines))
         if dry_run and isinstance(request, SweepPlan):
             choose_run_name(runs_dir, name, "sweep")
             info = dry_run_info(request, chosen)
@@ -178,15 +168,15 @@ def print_power(
     console: Console, size: str, components: Components, rows: Sequence[PlanRow], difference: float
 ) -> None:
     """Print the spreads of a pilot by their cause, and the seeds that show a difference by number of problems."""
-    print_line(console, f"{size}; standard deviations of a difference:", "pilot")
+    console.print_line(f"{size}; standard deviations of a difference:", "pilot")
     names = "between seeds", "between problems", "of a problem in a seed", "  of its completions alone"
     spreads = [f"{variance**0.5:.3f}" for variance in components]
     if (
         components.completions > components.cell
     ):  # equal seeds give methods that differ little equal completions
         spreads[-1] += " if both methods sampled independently"
-    print_rows(console, zip(names, spreads, strict=True), 27)
-    print_line(console, f"seeds that show a difference of {difference:g} with a probability of 80%:")
+    console.print_rows(zip(names, spreads, strict=True), 27)
+    console.print_line(f"seeds that show a difference of {difference:g} with a probability of 80%:")
     table = make_table(">problems", ">seeds", ">90% interval", ">for other problems", ">runs", ">time")
     for row in rows:
         other = "–" if row.seeds_elsewhere is None else f"{row.seeds_elsewhere:,}"
@@ -209,7 +199,7 @@ class SweepView(ExperimentView):
         super().__init__(console, runs_dir)
         self._info: SweepInfo | None = None
         self._states: States = {}
-        self._start = self._next_line = 0.0
+        self._start = 0.0
         self._ended = -1
 
     def start(self, info: SweepInfo) -> None:
@@ -227,7 +217,7 @@ class SweepView(ExperimentView):
         processes = "" if info.ranks == 1 else f"{info.ranks} processes of "
         runs = f"{plural(len(info.runs), 'run')}{f', {finished} of them finished' if finished else ''}"
         each = f"{info.slots} at a time, {processes}{plural(info.threads, 'thread')} each"
-        print_line(self.console, f"{runs}, {each}")
+        self.console.print_line(f"{runs}, {each}")
         if not info.pending:
             return
         needed, free = (size / 1e9 for size in estimate_disk_space(info, self.runs_dir))
@@ -235,7 +225,7 @@ class SweepView(ExperimentView):
             line = f"checkpoints: about {needed:,.0f} GB in the end; {free:,.0f} GB are free"
             if needed > free:
                 line += "; --set checkpoint.keep_last=1 --set checkpoint.keep_best=0 keeps one per run"
-            print_line(self.console, line, "warning:" if needed > free else "", "yellow")
+            self.console.print_line(line, "warning:" if needed > free else "", "yellow")
         try:
             estimate = estimate_time(info, self.runs_dir, lambda: self.phase("trial"))
         finally:
@@ -244,7 +234,7 @@ class SweepView(ExperimentView):
         if estimate is not None:
             total, run, source = estimate
             line = f"about {format_duration(total)} in total, {format_duration(run)} per run ({source})"
-        print_line(self.console, line)
+        self.console.print_line(line)
 
     def phase(self, name: str) -> None:
         """Show the live table while the runs are executed, a spinner in other phases; a file gets lines instead."""
@@ -255,7 +245,7 @@ class SweepView(ExperimentView):
             self.console.print()
         super().phase(name)
         if name in ("check", "trial") and not self.console.is_terminal:
-            print_line(self.console, self.spinners[name])
+            self.console.print_line(self.spinners[name])
 
     def step(self, report: States) -> None:
         self._states = report
@@ -273,20 +263,20 @@ class SweepView(ExperimentView):
             if isinstance(result.error, KeyboardInterrupt | SignalExit):
                 how = str(result.error) or "stopped by Ctrl-C"
                 again = shell_command("sweep --resume", result.folder, self.runs_dir)
-                print_line(self.console, f"{how} with {finished} finished; resume with: {again}")
+                self.console.print_line(f"{how} with {finished} finished; resume with: {again}")
             return
         if result.report is None:
-            print_line(self.console, str(result.report_error), "no report:", "yellow")
+            self.console.print_line(str(result.report_error), "no report:", "yellow")
         else:
             print_report(self.console, result.report)
             self.console.print()
         duration = format_duration(time.perf_counter() - self._start)
-        print_line(self.console, f"{finished} finished{f' in {duration}' if self._info.pending else ''}")
-        print_rows(self.console, [("MLflow", result.mlflow or "")], 6)
+        self.console.print_line(f"{finished} finished{f' in {duration}' if self._info.pending else ''}")
+        self.console.print_rows([("MLflow", result.mlflow or "")], 6)
         stopped = (f"{name}: {why}" for name, why in result.stopped.items())
-        print_warnings(self.console, stopped, "stopped early")
+        self.console.print_warnings(stopped, "stopped early")
         for name, why in result.failures.items():
-            print_line(self.console, f"{name}: {why}", "failed", "red")
+            self.console.print_line(f"{name}: {why}", "failed", "red")
 
     def render(self) -> RenderableType:
         """Return the table of the variants; nothing before the first states."""
@@ -297,11 +287,11 @@ class SweepView(ExperimentView):
         return table
 
     def line(self) -> str | None:
-        """Return a line if a run has ended since the last line, or `LINE_SECONDS` have passed."""
+        """Return a line if a run has ended since the last line, or it was long ago."""
         ended = sum(state.status in ("finished", "failed", "stopped") for state in self._states.values())
-        if ended == self._ended and time.monotonic() < self._next_line:
+        if ended == self._ended and not self.is_overdue:
             return None
-        self._ended, self._next_line = ended, time.monotonic() + LINE_SECONDS
+        self._ended = ended
         states = self._states.items()
         running = [f"{name} {run.step}/{run.steps}" for name, run in states if run.status == "running"]
         return self._counts_text() + (f"  running: {', '.join(running)}" if running else "")

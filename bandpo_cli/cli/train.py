@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.console import open_console, print_settings
-from bandpo_cli.cli.options import folder_of
+from bandpo_cli.cli.console import open_console
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.errors import UserError
 from bandpo_cli.processes.ranks import RUN_NAME_VARIABLE, rank_count, ranks_to_start
@@ -25,8 +24,8 @@ def train(
     config: opt.ConfigFiles = None,
     settings: opt.Settings,
     name: Annotated[str | None, opt.option("NAME", "method-task-seed-time")] = None,
-    resume: Annotated[str | None, opt.option("RUN", complete=folder_of("run"))] = None,
-    fork: Annotated[str | None, opt.option("RUN[@STEP]", complete=folder_of("run"))] = None,
+    resume: Annotated[str | None, opt.option("RUN", complete=opt.folder_of("run"))] = None,
+    fork: Annotated[str | None, opt.option("RUN[@STEP]", complete=opt.folder_of("run"))] = None,
     set_: opt.Assignments = None,
     runs_dir: opt.RunsDir = opt.RUNS,
     tracking: opt.Tracking,
@@ -130,7 +129,7 @@ def _run(
     rows = [] if task is None else settings_rows(config, task, ranks)
     if plan.text:
         rows.append(("resume" if plan.is_resume else "fork of", plan.text))
-    print_settings(console, rows, [] if task is None else task.notes, plan.warnings)
+    console.print_settings(rows, [] if task is None else task.notes, plan.warnings)
     if dry_run is not None:
         if task is not None:
             print_dry_run(console, plan)

@@ -9,30 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
+from rich import progress
+from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
-from bandpo_cli.cli.console import (
-    LINE_SECONDS,
-    LOADING,
-    PLAIN_LINES,
-    ExperimentView,
-    make_table,
-    print_line,
-    print_rows,
-    print_warnings,
-)
+from bandpo_cli.cli.console import LINE_SECONDS, PLAIN_LINES, Console, ExperimentView, make_table
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.config.run import RunConfig, TrackingConfig, dtype_on
 from bandpo_cli.errors import excerpt, plural
@@ -118,7 +102,7 @@ class TrainView(ExperimentView):
 
     def __init__(self, console: Console, runs_dir: Path, signals: StopSignals | None = None) -> None:
         super().__init__(console, runs_dir)
-        self.spinners = {"load": LOADING, "close": "writing the plots …"}
+        self.spinners = {**self.spinners, "close": "writing the plots …"}
         self._signals = signals or StopSignals()
         self._report: StepReport | None = None
         self._history: dict[str, list[float]] = {key: [] for key in CURVES}
@@ -127,14 +111,14 @@ class TrainView(ExperimentView):
         self._skipped, self._since_line = 0, 0.0
         # The curve without information: the reward that is the accuracy, or the accuracy of rewards that never reach 1.
         self._hidden = "train/reward"
-        self._bar = Progress(
+        self._bar = progress.Progress(
             "step",
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TimeElapsedColumn(),
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(bar_width=None),
+            progress.TimeElapsedColumn(),
             "left",
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[phase]}", style="dim"),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[phase]}", style="dim"),
             expand=True,
         )
 
@@ -142,7 +126,7 @@ class TrainView(ExperimentView):
         """Print the notes and the folder, and show the panel, which shows a request to stop too on a terminal."""
         if places := ", ".join(TrackingConfig.model_construct(**info.config["tracking"]).names):
             finishing = f"finishing the record in {places.replace('mlflow', 'MLflow')} …"
-            self.spinners = {"load": LOADING, "close": f"writing the plots, {finishing}"}
+            self.spinners = {**self.spinners, "close": f"writing the plots, {finishing}"}
         self.print_start(info.folder, "run folder", info.notes)
         if info.first_step > 0:
             for record in RunFolder(info.folder).read_metrics():
@@ -161,7 +145,7 @@ class TrainView(ExperimentView):
         if self.in_progress:
             self._bar.update(self._task, phase=PHASES.get(name, ""))
             if name == "eval" and not self._last and not self.console.is_terminal:
-                print_line(self.console, "evaluating the policy before the first step …")
+                self.console.print_line("evaluating the policy before the first step …")
         else:
             super().phase(name)
 
@@ -186,11 +170,11 @@ class TrainView(ExperimentView):
             return
         how = "failed" if result.status == "FAILED" else f"stopped by {self._signals.sender or 'request'}"
         after = f" after step {result.records[-1]['step']}" if result.records else " before the first step"
-        print_line(self.console, f"{how}{after}; its files are in {result.folder}")
+        self.console.print_line(f"{how}{after}; its files are in {result.folder}")
         if result.status == "KILLED" or model_checkpoints(RunFolder(result.folder)):
             nproc = "" if (ranks := launched_ranks()) is None else f" --nproc {ranks}"
             again = shell_command("train --resume", result.folder, self.runs_dir)
-            print_line(self.console, f"resume with: {again}{nproc}")
+            self.console.print_line(f"resume with: {again}{nproc}")
 
     def line(self) -> str | None:
         """Return a line about every n-th step, the last one, those with an evaluation, and a minute after a line."""
@@ -355,8 +339,8 @@ def print_summary(console: Console, config: RunConfig, result: RunResult, first_
     rows.append(("a step", phases_text(times, sum("time/update" in record for record in result.records))))
     rows += [("run folder", str(result.folder)), ("plots", str(result.folder / "plots"))]
     rows += tracker_rows(config.tracking, result.folder)
-    print_rows(console, rows, 10)
-    print_warnings(console, filter(None, [destroyed_policy(config, result.records)]))
+    console.print_rows(rows, 10)
+    console.print_warnings(filter(None, [destroyed_policy(config, result.records)]))
 
 
 def phases_text(times: Mapping[str, float], steps: int) -> str:
@@ -392,4 +376,4 @@ def print_profile(console: Console, profile: ProfileCallback) -> None:
     add("other", max(0.0, profile.seconds - inside))
     add("complete step", profile.seconds)
     console.print(table, highlight=False)
-    print_line(console, f"{profile.trace}; open it at https://ui.perfetto.dev (Open trace file)", "trace")
+    console.print_line(f"{profile.trace}; open it at https://ui.perfetto.dev (Open trace file)", "trace")

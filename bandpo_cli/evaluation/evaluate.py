@@ -13,13 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from bandpo_cli.grading.answers import voted_answer
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.processes.watch import Wait
 from bandpo_cli.storage.run_folder import PartKey
-from bandpo_cli.storage.tables import EvalRow, encode_extra
+from bandpo_cli.storage.tables import EvalRow, completion_row
 from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
 from bandpo_cli.types import Grade, Grader, Problem, derive_seed
 
@@ -80,23 +80,9 @@ def chunks(items: Sequence[_Item], size: int) -> Iterator[tuple[int, Sequence[_I
 
 def eval_row(label: str, problem: Problem, prompt: str, stored: StoredCompletion, grade: Grade) -> EvalRow:
     """Return the stored row of a completion; `label` is the name of its evaluation set."""
-    return EvalRow(
-        task=label,
-        problem_id=problem.id,
-        question=problem.label,
-        prompt=prompt,
-        reference=problem.answer,
-        grader=problem.grader,
-        extra=encode_extra(problem.extra),
-        text=stored.text,
-        answer=voted_answer(stored.text, problem.grader),
-        reward=grade.reward if grade.has_reward else None,
-        accuracy=float(grade.correct),
-        verdict=grade.verdict,
-        length=stored.length,
-        finish_reason=stored.finish_reason,
-        logprob_sum=stored.logprob_sum,
-    )
+    numbers = stored.length, stored.finish_reason, stored.logprob_sum
+    row = completion_row(problem, prompt, stored.text, grade, *numbers)
+    return cast("EvalRow", {"task": label, "answer": voted_answer(stored.text, problem.grader), **row})
 
 
 @contextmanager
@@ -105,12 +91,9 @@ def background_grading(
 ) -> Iterator[Callable[[Sequence[Problem], Sequence[str]], Future[list[Grade]]]]:
     """Grade batches in one thread, in the order in which they are submitted; yield the function that submits one.
 
-    It takes texts [N] and their problems [N]. If the block ends with an exception, Ctrl-C included, the waiting batches
-    are dropped and the running one is cancelled.
-
-    Args:
-        begin: called in the thread of the caller; the function that it returns is called in the other thread.
-        cancel: makes a running call in that thread end soon with an exception.
+    It takes texts [N] and their problems [N], and calls `begin` in the thread of the caller; the other thread calls
+    what `begin` returns. If the block ends with an exception, Ctrl-C included, the waiting batches are dropped and the
+    running one is cancelled.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
     try:
@@ -139,21 +122,13 @@ def sample_batches(
     """Sample and grade `params.samples` completions per problem and yield them in batches.
 
     The completions of a problem depend on the run's seed, the label of its set and its place in the set, not on which
-    batches were `done` before. Rewards are not scaled or shaped as in training.
+    batches were `done` before. Rewards are not scaled or shaped as in training. A batch has about `batch_size`
+    completions; the completions of a problem are never split. `grade` is called in another thread, and `cancel` if the
+    iteration ends early, to end a running call soon.
 
     With several ranks, all of them must iterate together with equal arguments. Each of them samples and grades its part
-    of a batch and gets the complete batch.
-
-    Args:
-        grade: called in another thread.
-        sets: problems by label of the evaluation set.
-        batch_size: approximate number of completions per batch; the completions of a problem are never split.
-        version: version of the policy's weights that the sampler must run.
-        cancel: makes a running call of `grade` end soon; called if the iteration ends early.
-        conversations: samples several turns per completion; None for one.
-
-    Raises:
-        StaleEngineError: the sampler does not run the weights of `version`.
+    of a batch and gets the complete batch. Raises StaleEngineError if the sampler does not run the weights of
+    `version`.
     """
     from bandpo_cli.sampling.rollouts import decode_completions, problem_per_completion, stream_completions
     from bandpo_cli.sampling.sampler import SampleRequest

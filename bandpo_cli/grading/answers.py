@@ -196,10 +196,7 @@ def grade_tagged(problem: Problem, text: str) -> Grade | tuple[str, str, str, st
 
 
 def without_remark(answer: str) -> str:
-    """Remove a remark after a plain number: "18 because 9 * 2 = 18", "18 dollars (nine eggs at $2 each)".
-
-    A remark begins with "because" or "since", or is a phrase in parentheses at the end.
-    """
+    """Remove a remark after a plain number: "18 because 9 * 2 = 18", "18 dollars (nine eggs at $2 each)"."""
     remark = _REMARK.search(answer)
     if remark is None:
         return answer
@@ -236,8 +233,7 @@ def canonical_text(answer: str) -> str:
 def tagged_answer(text: str) -> str | None:
     """Return the content of the last <answer>...</answer> pair; None if there is none, or a longer one than the limit.
 
-    The pairs are those of `reasoning_gym.utils.extract_answer`: from left to right, an opening tag and the first
-    closing tag after it. Its regular expression takes quadratic time for many opening tags, this function linear time.
+    The pairs are those of `reasoning_gym.utils.extract_answer`, whose regular expression takes quadratic time.
     """
     *beginnings, _ = text.split("</answer>")
     for beginning in reversed(beginnings):
@@ -251,12 +247,10 @@ def tagged_answer(text: str) -> str | None:
 def voted_answer(text: str, grader: str) -> str | None:
     r"""Return the final answer of a completion in canonical form, for majority votes; None if it has no short answer.
 
-    Plain numbers vote by value (0.50 votes with 1/2; 50% does not vote with 0.5, because either value may be meant).
-    Other answers vote by their text without LaTeX commands that only change the appearance: 2\sqrt{2} and \sqrt{8} are
-    different votes. A custom grader votes like `math`.
-
-    Equal votes get equal grades, with two exceptions. Votes ignore units: 5 cm votes with 5 km. A decimal may stand for
-    a fraction: for the reference 1/3, `math` accepts 0.333333, and neither 0.3333330 nor 333333/1000000.
+    Plain numbers vote by value (0.50 votes with 1/2, and not with 50%, because either value may be meant), other
+    answers by their text: 2\sqrt{2} and \sqrt{8} are different votes. A custom grader votes like `math`. Equal votes
+    get equal grades, with two exceptions. Votes ignore units: 5 cm votes with 5 km. For the reference 1/3, `math`
+    accepts 0.333333, and neither 0.3333330 nor 333333/1000000.
     """
     path = GRADERS[grader].vote if grader in GRADERS else GraderEntry.vote
     answer: str | None = load_attribute(path)(text)

@@ -3,7 +3,6 @@
 Bounded work is done in this process, unbounded work in worker processes that a deadline ends.
 """
 
-import logging
 import re
 import threading
 import weakref
@@ -16,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent, needs_answer
-from bandpo_cli.errors import ConfigError, GraderFailedError, RunError, one_line, plural
+from bandpo_cli.errors import ConfigError, GraderFailedError, RunError, log, one_line, plural
 from bandpo_cli.grading.signatures import answer_of
 from bandpo_cli.grading.workers import Failure, GraderArguments, GraderWorkers
 from bandpo_cli.processes.ranks import SINGLE, Ranks
@@ -41,8 +40,6 @@ DUMMY_TEXT = "This is a dummy completion."
 
 MAX_FAILED_BATCHES = 10
 """Batches in a row in which every call of an asynchronous function may fail before the run ends."""
-
-log = logging.getLogger("bandpo_cli")
 
 
 @dataclass
@@ -231,8 +228,7 @@ def delay_warnings(describe: Callable[[], str]) -> Iterator[None]:
 def check_grader(name: str, problems: Sequence[Problem] = (), trial: GradingConfig | None = None) -> None:
     """Raise ConfigError if there is no such grader, its import fails, or it cannot be used on these problems.
 
-    With the settings `trial`, an asynchronous function is also called on the reference answer of a problem, since the
-    server that it needs may not answer.
+    With the settings `trial`, an asynchronous function is called on a reference answer: its server may not answer.
     """
     if name in GRADERS:
         errors = (problem_error(name, problem) for problem in problems)
@@ -324,10 +320,7 @@ def grade_components(
 
 
 def graded_by(component: RewardComponent | None, problems: Sequence[Problem]) -> Sequence[Problem]:
-    """Return the problems with the grader of the component; unchanged if the component names none.
-
-    A control also gets the name of the grader of the answers.
-    """
+    """Return the problems with the grader of the component if it names one; a control also gets that of the answers."""
     if component is None or (grader := component.grader) is None:
         return problems
     if not component.is_control:

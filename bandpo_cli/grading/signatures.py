@@ -227,9 +227,8 @@ def grade_from_result(result: Any) -> Grade:
 def adapt_verl(function: GraderFunction) -> BatchGrader:
     """Adapt verl's `compute_score`: one completion per call, or lists if it has the parameters of the batch form.
 
-    The arguments are passed by name, without those that the function does not have, so that the functions of
-    `verl.utils.reward_score` can be named directly. A score is any number, or a dictionary with `score` and,
-    optionally, `acc`. Raise ValueError if the function has neither form.
+    The arguments that the function has are passed by name, as to the functions of `verl.utils.reward_score`. A score is
+    any number, or a dictionary with `score` and, optionally, `acc`. Raise ValueError if the function has neither form.
     """
     batched = "solution_strs" in function.parameters
     plural = "s" if batched else ""
@@ -259,11 +258,10 @@ def adapt_verl(function: GraderFunction) -> BatchGrader:
 def adapt_trl(function: GraderFunction) -> BatchGrader:
     """Adapt a reward function of TRL's GRPOTrainer, which gets lists and returns one reward, or None, per completion.
 
-    Prompts and completions are lists of messages, as for any conversational data set in TRL: with tools or an
-    environment, all messages after the prompt. A function whose parameter is annotated as `completions: list[str]` gets
-    texts, the last message of each conversation. The columns of the rows have one value per completion. None
-    and, as in TRL, NaN mean that the function does not apply to the completion. Raise ValueError if the function has no
-    parameter `completions`, or needs an argument that only TRL's trainer has.
+    Prompts and completions are lists of messages, with tools or an environment all after the prompt. A function with
+    the annotation `completions: list[str]` gets texts, the last message of each conversation. The columns of the rows
+    have one value per completion. None and, as in TRL, NaN mean that the function does not apply. Raise ValueError if
+    the function has no parameter `completions`, or needs an argument that only TRL's trainer has.
     """
     function.check_takes("completions", "trl", ("prompts", "completions", "**columns"))
     parameters = function.parameters

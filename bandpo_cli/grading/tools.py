@@ -157,10 +157,7 @@ def _schemas(functions: Mapping[str, Callable[..., Any]]) -> list[dict[str, Any]
 
 
 def load_tools(paths: Sequence[str]) -> BatchGrader:
-    """Import tools, without the seconds that the import of transformers takes; raise ValueError where that fails.
-
-    Synchronous tools among asynchronous ones run in threads.
-    """
+    """Import tools, without the seconds that the import of transformers takes; raise ValueError where that fails."""
     functions = _functions(paths)
     asynchronous = any(map(inspect.iscoroutinefunction, functions.values()))
 

@@ -48,7 +48,7 @@ class MethodEntry(Entry):
 
 
 # fmt: off
-_INTERVALS, _MASKS = "bandpo_cli.methods.ratio_intervals", "bandpo_cli.methods.trust_region_masks"
+_INTERVALS = "bandpo_cli.methods.ratio_intervals"
 _WEIGHTS, _COMPLETIONS = "bandpo_cli.methods.weights_and_gates", "bandpo_cli.methods.completion_ratios"
 _RATIO_OF_COMPLETION = "it clips the ratio of a completion, not the ratio of a token"
 
@@ -63,9 +63,9 @@ METHODS = Registry("method", [
     MethodEntry("ripo", "bounds that keep p·(r − 1)² constant", f"{_INTERVALS}:RipoSettings", "arXiv 2607.10169"),
     MethodEntry("atr", "the interval with r − 1 − log r ≤ δ", f"{_INTERVALS}:AtrSettings", "arXiv 2602.05494"),
     MethodEntry("none", "no clipping", f"{_INTERVALS}:NoClipSettings", bounded=False, control=True),
-    MethodEntry("dppo", "a mask outside a binary trust region", f"{_MASKS}:DppoSettings", "arXiv 2602.04879",
+    MethodEntry("dppo", "a mask outside a binary trust region", f"{_INTERVALS}:DppoSettings", "arXiv 2602.04879",
                 trust_region=True, bounded=False),
-    MethodEntry("cppo", "dppo's mask, with a budget for the tokens before", f"{_MASKS}:CppoSettings",
+    MethodEntry("cppo", "dppo's mask, with a budget for the tokens before", f"{_INTERVALS}:CppoSettings",
                 "arXiv 2606.10968", "its threshold depends on the position of a token and on the tokens before"),
     MethodEntry("cispo", "truncated importance weights", f"{_WEIGHTS}:CispoSettings", "arXiv 2506.13585",
                 "it truncates the weight of the gradient and keeps the gradient of every token"),

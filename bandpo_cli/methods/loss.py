@@ -127,22 +127,12 @@ class PolicyLoss(ABC):
 
     @abstractmethod
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        """Return the loss of each token, [n], before it is weighted.
-
-        Args:
-            logprobs: [n] float32, log π(token) under the policy being updated, nats, with gradient.
-            batch: the n tokens of a micro-batch.
-        """
+        """Return the loss of each token of a micro-batch, [n], before it is weighted, from log π with gradient, [n]."""
 
     def clip_state(
         self, columns: Columns, ratios: Tensor, advantages: Tensor, gradient_weights: Tensor
     ) -> ClipState:
-        """Return which tokens the method clips; here those with an advantage and no gradient.
-
-        Args:
-            columns: what `prepare` returned, [N] each.
-            ratios, advantages, gradient_weights: [N], as in `LossBatch` and `LossOutputs`.
-        """
+        """Return which tokens the method clips, from columns [N]; here those with an advantage and no gradient."""
         zero, outside = gradient_weights == 0, None
         if self.interval is not None:
             outside = (ratios < self.interval[0]) | (ratios > self.interval[1])

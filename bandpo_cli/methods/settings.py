@@ -104,8 +104,7 @@ class MethodSettings(TaggedSection):
     def ratio_bounds(self) -> BoundsFunction:
         """Return the interval of ratios beyond which the method removes a token's gradient, by the advantage's sign.
 
-        Raises:
-            ConfigError: the method has no interval of ratios; the message gives the reason.
+        Raise ConfigError if the method has no interval of ratios; the message gives the reason.
         """
         raise ConfigError(f"{self.method} has no interval of ratios: {self.entry.without_bounds}")
 

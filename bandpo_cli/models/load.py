@@ -126,18 +126,15 @@ def load_policy(
 ) -> Policy:
     """Load model and tokenizer onto the configured device; of an adapter, its base model with merged weights.
 
-    The model always stays in evaluation mode: dropout would make π and π_old differ for the same weights.
+    The model always stays in evaluation mode: dropout would make π and π_old differ for the same weights. All ranks
+    call this together; only a model for training is sharded. Raise UserError if the model cannot be loaded, the
+    tokenizer has no end-of-sequence token, or the model cannot be trained with these settings.
 
     Args:
         for_training: also check that the packed forward pass gives the same log-probs as the ordinary one, and enable
             gradient checkpointing and add adapters to train (LoRA) if that is configured.
-        ranks: the processes of the run; all of them must call this together. Only a model for training is sharded.
         seed: seed of the run, for the initial adapters.
         model_config, tokenizer: what `read_config` and `load_tokenizer` have returned for the model; None to read them.
-
-    Raises:
-        UserError: the model cannot be loaded, the tokenizer has no end-of-sequence token, or the model cannot be
-            trained with these settings.
     """
     attention, device = _attention(config), _device(config.device, ranks)
     # cuDNN builds a plan for each new shape, and lengths are always new. For the process, since the recomputation in a
@@ -181,8 +178,8 @@ def load_policy(
 def read_config(config: ModelConfig) -> PreTrainedConfig:
     """Return the config.json of a model that is no adapter, after a check of the folder's files.
 
-    Raises:
-        UserError: the folder is no model folder, its weights are quantized, or transformers does not support the model.
+    Raise UserError if the folder is no model folder, its weights are quantized, or transformers does not support the
+    model.
     """
     source = _source(config)
     if config.path not in BUNDLED_MODELS:  # whose files come with the package
@@ -271,8 +268,7 @@ def load_reference(policy: Policy, config: ModelConfig) -> Policy:
 def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write a folder that transformers and vLLM can load: weights, or with LoRA adapters for peft, and tokenizer.
 
-    Args:
-        weights: what `weights_to_save` returns, or a copy; None for the weights in use.
+    `weights` are what `weights_to_save` returns, or a copy; None for the weights in use.
     """
     if lora.has_adapters(policy.model):
         save_adapter(policy.model, folder, weights)
@@ -320,12 +316,9 @@ def _attention(config: ModelConfig) -> str | None:
 
 
 def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig, on_gpu: bool) -> bool:
-    """Return whether the model is trained with gradient checkpointing if its architecture can.
+    """Return whether the model is trained with gradient checkpointing; without an estimate, `auto` is true on a GPU.
 
-    An `auto` for which the estimate of the memory has chosen nothing, since it has none, is true on a GPU.
-
-    Raises:
-        UserError: the setting is true, and the architecture has none that works outside of training mode.
+    Raise UserError if the setting is true, and the architecture has none that works outside of training mode.
     """
     supported, setting = bool(checkpointed_layers(model)), config.gradient_checkpointing
     if setting is True and not supported:
@@ -356,9 +349,8 @@ def _special_ids(model: PreTrainedModel, tokenizer: Tokenizer, path: str) -> tup
 def deterministic_kernels(config: RunConfig, training: bool = True) -> Iterator[None]:
     """Use deterministic kernels in the block (the setting `deterministic`); enter it before torch uses the GPU.
 
-    Raises:
-        UserError: this process already uses other kernels, vLLM has no such kernels here, or torch has none for an
-            operation of the model or of custom code.
+    Raise UserError if this process already uses other kernels, vLLM has no such kernels here, or torch has none for an
+    operation of the model or of custom code.
     """
     _prepare_determinism(config, training)
     before = torch.are_deterministic_algorithms_enabled()

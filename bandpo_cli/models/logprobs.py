@@ -59,14 +59,10 @@ def token_logprobs(
     with_entropy: bool = False,
     with_sampling_entropy: bool = False,
 ) -> TokenLogprobs:
-    """Run the model on a batch and return the log-probs of its completion tokens.
+    """Run the model on a batch and return the log-probs of its completion tokens, and the entropies that are asked for.
 
     The model without its output layer runs on the T packed tokens. The output layer runs only on the N tokens that
     predict completion tokens, tile by tile. Gradients flow into the model's parameters if autograd is enabled.
-
-    Args:
-        temperature: the sampling temperature; the log-probs are those of the distribution that the sampler used.
-        with_entropy, with_sampling_entropy: also return the entropy at temperature 1, or at the sampling temperature.
     """
     progress()
     return run_forward(_token_logprobs, model, batch, temperature, with_entropy, with_sampling_entropy)
@@ -109,10 +105,8 @@ def compile_layers(model: PreTrainedModel) -> None:
 def check_packed_forward(model: PreTrainedModel) -> None:
     """Compare `token_logprobs` on packed rows with the model's own forward pass on each sequence separately.
 
-    A few tokens detect layers that carry a state from one packed row into the next, and other logits.
-
-    Raises:
-        UserError: the log-probs differ, the model does not accept packed rows, or it scales or caps its logits.
+    A few tokens detect layers that carry a state from one packed row into the next, and other logits. Raise UserError
+    if the log-probs differ, the model does not accept packed rows, or it scales or caps its logits.
     """
     kind, text = f"model.path: {model.config.model_type}", model.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -156,8 +150,7 @@ def linear_logprobs(
     with float32 results; a CPU multiplies them as float32. Gradients flow into hidden, weight and bias.
 
     Args:
-        hidden, weight, bias: [N, H], [V, H] and [V] or None.
-        targets: [N] int64.
+        hidden, weight, bias, targets: [N, H], [V, H], [V] or None, and [N] int64.
         with_entropy, with_sampling_entropy: also return the entropy of the softmax at temperature 1, without gradient,
             or at `temperature`, with gradient.
         tile_bytes: the size of a float32 tile of logits; None for that of the device (`TILE_BYTES`).

@@ -158,10 +158,8 @@ def check_declared_size(model: PreTrainedModel, location: str, path: str) -> Non
 def base_config(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
     """Return the settings of the base model if `model.path` is the folder of an adapter, and that folder.
 
-    Other settings are returned unchanged, with None.
-
-    Raises:
-        UserError: the adapter cannot be used, or there is no such base model.
+    Other settings are returned unchanged, with None. Raise UserError if the adapter cannot be used, or there is no such
+    base model.
     """
     if config.path in BUNDLED_MODELS or not is_adapter_folder(adapter := user_path(config.path)):
         return config, None
@@ -200,10 +198,8 @@ def merge_adapter(model: PreTrainedModel, adapter: Path) -> None:
     """Add the products of an adapter's matrices to the weights of the model, in place.
 
     peft would round the sums to the nearest number of 16 bits, which drops small changes. The weights are those that
-    the sampler of a run gets (`merged_weight`).
-
-    Raises:
-        UserError: the file is missing or damaged, a tensor is not finite, or they belong to another model.
+    the sampler of a run gets (`merged_weight`). Raise UserError if the file is missing or damaged, a tensor is not
+    finite, or they belong to another model.
     """
     config, file = _read_adapter_config(adapter), adapter / ADAPTER_WEIGHTS
     where = f"{adapter}: {ADAPTER_WEIGHTS}"

@@ -257,9 +257,8 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def weights_to_save(model: PreTrainedModel, ranks: Ranks) -> Mapping[str, Tensor]:
     """Return the weights of a checkpoint, which rank 0 writes: those of the model, or of its adapters alone.
 
-    Without further ranks this is the state dict, without a copy; tied weights share their memory. Of a sharded model
-    rank 0 gets a copy in host memory, gathered tensor by tensor, and the others get nothing; all ranks must call this
-    together.
+    Without further ranks this is the state dict, not copied. Of a sharded model rank 0 gets a copy in host memory,
+    gathered tensor by tensor, and the others get nothing; all ranks must call this together.
     """
     saved = adapter_weights(model) if lora.has_adapters(model) else checkpoint_weights(model)
     if not is_sharded(model):
@@ -276,10 +275,8 @@ def load_weights(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
     """Load the weights of a model folder into the existing tensors; all ranks must call this together.
 
     Of a sharded model each rank reads its shards. Where the folder has other names or forms than the parameters, which
-    transformers converts for some architectures, each rank loads the complete model into host memory instead.
-
-    Raises:
-        OSError, ValueError, RuntimeError, SafetensorError: the folder is damaged or belongs to another model.
+    transformers converts for some architectures, each rank loads the complete model into host memory instead. Raise
+    OSError, ValueError, RuntimeError or SafetensorError if the folder is damaged or belongs to another model.
     """
     if lora.has_adapters(model):
         ranks.agree(lambda: load_adapter(model, load_file(folder / lora.ADAPTER_WEIGHTS)))
@@ -315,10 +312,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
     """Write the shards of all ranks into the empty folder `folder`; all ranks must call this together.
 
     Each rank writes its shards of DTensors; one rank writes tensors that are equal on all ranks. The names are the same
-    on every rank.
-
-    Raises:
-        ShardError: a rank failed to write.
+    on every rank. Raise ShardError if a rank failed to write.
     """
     numbers = _file_numbers(tensors, ranks)
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=numbers, save_distributed=True)
@@ -329,8 +323,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
 def saved_shapes(folder: Path) -> dict[str, torch.Size]:
     """Return the shape of every complete tensor in the safetensors files of a folder, by name.
 
-    Raises:
-        OSError, SafetensorError, ValueError, KeyError: a file is missing or damaged.
+    Raise OSError, SafetensorError, ValueError or KeyError if a file is missing or damaged.
     """
     saved = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     shapes: dict[str, torch.Size] = {}
@@ -346,10 +339,8 @@ def saved_shapes(folder: Path) -> dict[str, torch.Size]:
 def read_shards(folder: Path, targets: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Read tensors from the safetensors files of a folder into `targets`; all ranks must call this together.
 
-    The values are converted to the dtype of the target. Of a DTensor, each rank reads its shard.
-
-    Raises:
-        ShardError: a rank failed to read, for example a tensor that is missing, damaged or of another shape.
+    The values are converted to the dtype of the target. Of a DTensor, each rank reads its shard. Raise ShardError if a
+    rank failed to read, for example a tensor that is missing, damaged or of another shape.
     """
     reader, alone = HuggingFaceStorageReader(str(folder)), ranks.size == 1
     with _shard_errors(ranks), warnings.catch_warnings():

@@ -32,12 +32,9 @@ def group_advantages(
 ) -> Tensor:
     """Return the advantage of each completion: its reward less the mean of its group, in standard deviations (GRPO).
 
-    Source: arXiv 2402.03300; without the deviation it is Dr. GRPO's (arXiv 2503.20783).
-
-    Args:
-        rewards_PG: [P, G] float, one row per problem. The values are computed in float64.
-        normalize_std: divide by the group's (unbiased) standard deviation + 1e-6; otherwise rewards are only centred.
-        has_reward_PG: [P, G] bool, False for completions without a reward, which are in no mean; None if all have one.
+    Source: arXiv 2402.03300; without `normalize_std`, the division by the unbiased deviation + 1e-6, it is Dr. GRPO's
+    (arXiv 2503.20783). Rewards are [P, G] float, one row per problem; completions that `has_reward_PG` excludes are in
+    no mean. The values are computed in float64.
     """
     present = torch.ones_like(rewards_PG, dtype=torch.bool) if has_reward_PG is None else has_reward_PG
     _, centred, count = _centred(rewards_PG, present)
@@ -81,14 +78,11 @@ def gdpo_advantages(
 ) -> Tensor:
     """Return the weighted sum of the `group_advantages` of several rewards, over its standard deviation + 1e-6, [P, G].
 
-    The deviation is that of all completions with a reward. Their mean, which the source subtracts, is 0.
+    `parts` are weight and values, [P, G], of each reward, NaN where it does not apply. The deviation is that of all
+    completions with a reward. Their mean, which the source subtracts, is 0.
 
     Source: GDPO, arXiv 2601.05242. Equal to TRL 1.16, `multi_objective_aggregation="normalize_then_sum"`, which adds
     1e-4. verl 0.9.1 (`gdpo`) takes mean and deviation over tokens.
-
-    Args:
-        parts: weight and values, [P, G], of each reward, NaN where it does not apply. `rewards_PG`, the sum of the
-            rewards, has no effect.
     """
     summed = torch.zeros_like(rewards_PG, dtype=torch.float64)
     for weight, values_PG in parts:
@@ -107,10 +101,8 @@ def estimate_advantages(
     """Return the advantages of the groups of a step by `objective.advantages`, [P, G].
 
     `parts` are the weights and values of several rewards; see `gdpo_advantages`. A custom function receives the rewards
-    in float64, 0 where there is none, and the mask.
-
-    Raises:
-        ConfigError: a custom function raises an exception, or returns another shape or values that are not finite.
+    in float64, 0 where there is none, and the mask. Raise ConfigError if a custom function raises an exception, or
+    returns another shape or values that are not finite.
     """
     name = objective.advantages
     if name in ADVANTAGES:

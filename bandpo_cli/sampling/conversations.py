@@ -72,10 +72,7 @@ class _Open:
 
 @dataclass
 class Conversations:
-    """The tools or the environment of a task, with which `stream_completions` samples several turns.
-
-    The limits are `task.max_turns`, `max_result_chars` and `max_turn_tokens`; `ranks` sample at the same time.
-    """
+    """The tools or the environment of a task, and its limits, with which `stream_completions` samples several turns."""
 
     encoder: PromptEncoder
     pool: ToolPool

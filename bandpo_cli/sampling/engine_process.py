@@ -4,7 +4,6 @@ Each rank has one process, with the ordinary engine of the settings. At every sy
 tensor by tensor, to memory that the process reads. The engine never sleeps (`sampling.vllm.sleep` has no effect).
 """
 
-import logging
 import os
 import re
 import signal
@@ -25,7 +24,7 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.config.batch_and_sampling import engine_cards, resolve_engine
 from bandpo_cli.config.run import ModelConfig, RunConfig
-from bandpo_cli.errors import RunError
+from bandpo_cli.errors import RunError, log
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.paths import is_adapter_folder, user_path
@@ -49,8 +48,6 @@ _OF_RANKS = re.compile(
 )
 """Environment variables of one of several ranks."""
 
-log = logging.getLogger("bandpo_cli")
-
 
 class EngineProcess(Sampler):
     """A sampling engine in a child process; see `Sampler`.
@@ -62,11 +59,8 @@ class EngineProcess(Sampler):
     def __init__(self, config: RunConfig, policy: Policy) -> None:
         """Start the process, build the engine there and send the weights as version 0; all ranks do so together.
 
-        Raises:
-            ConfigError: the engine is not installed.
-            UserError: the engine cannot start with this model and these settings.
-            RunError: the process cannot be started, or it ended.
-            StaleEngineError: the first sync failed.
+        Raise ConfigError if the engine is not installed, UserError if it cannot start with this model and these
+        settings, RunError if the process cannot be started or ended, StaleEngineError if the first sync failed.
         """
         self._ranks = policy.ranks
         self._lock = threading.Lock()

@@ -166,9 +166,8 @@ def serve(descriptor: int) -> None:
 def send_slots(pipe: Connection, size: int, gpu: torch.device | None = None) -> torch.Tensor:
     """Return memory for weights of up to `size` bytes, [SLOTS, bytes], which the other process receives too.
 
-    Args:
-        gpu: the GPU of the memory (CUDA IPC); None for memory of the host. That is an anonymous file: tensors that
-            torch shares are files of /dev/shm, of which a container has 64 MiB.
+    It is memory of the GPU `gpu` (CUDA IPC), or an anonymous file of the host: tensors that torch shares are files of
+    /dev/shm, of which a container has 64 MiB.
     """
     size = -(-size // _ALIGNMENT) * _ALIGNMENT
     if gpu is not None:

@@ -56,14 +56,13 @@ class PromptEncoder:
     ) -> None:
         """Set how chat messages are converted to text.
 
+        Raise ConfigError if `prompts` is `chat` or there are `arguments`, but the tokenizer has no chat template.
+
         Args:
             prompts: `chat` applies the tokenizer's chat template, `raw` joins the messages with blank lines, `auto`
                 applies the template if the tokenizer has one.
             arguments: further arguments of the template (`model.chat_template_kwargs`), and the schemas of `tools`.
             rows: number of the model's embeddings, which limits the ids; None if the ids do not go into the model.
-
-        Raises:
-            ConfigError: `prompts` is `chat` or there are `arguments`, but the tokenizer has no chat template.
         """
         has_template = getattr(tokenizer, "chat_template", None) is not None
         self.tokenizer, self._arguments, self._are_arguments_checked = tokenizer, dict(arguments or {}), False
@@ -106,8 +105,7 @@ class PromptEncoder:
     def encode(self, problems_P: Sequence[Problem]) -> list[EncodedPrompt]:
         """Return the prompts of `problems_P` as text and tokens.
 
-        Raises:
-            ConfigError: the chat template refuses the messages or ignores an argument, or a token has no embedding.
+        Raise ConfigError if the chat template refuses the messages or ignores an argument, or a token has no embedding.
         """
         texts = [self._text(problem) for problem in problems_P]
         # A plain-text prompt is in the task's own format, and a chat template writes special tokens itself. Only raw
@@ -150,11 +148,9 @@ class PromptEncoder:
     def turn_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the tokens between the end token of the assistant's turn and its next turn, with `messages` in them.
 
-        The end of the template's text of a conversation is tokenized by itself, never the turns before. A special token
-        or a mark of the template in a message stays text: a tool cannot end the turn and continue as another role.
-
-        Raises:
-            ConfigError: there is no chat template, it refuses the messages, or the model has no embedding for a token.
+        The turns before are not tokenized again. A special token or a mark of the template in a message stays text: a
+        tool cannot end the turn and continue as another role. Raise ConfigError if there is no chat template, it
+        refuses the messages, or the model has no embedding for a token.
         """
         rows = self.tokenizer(self._turn_text(messages).split(_BREAK), add_special_tokens=False)["input_ids"]
         ids = [*chain.from_iterable(rows)]
@@ -310,8 +306,7 @@ def drop_long_prompts(
 ) -> Sequence[Problem]:
     """Return the problems whose prompts are not empty and not too long; add lines on them to `notes`.
 
-    Raises:
-        ConfigError: there are no problems, all prompts are too long, or two questions have the same prompt.
+    Raise ConfigError if there are no problems, all prompts are too long, or two questions have the same prompt.
     """
     limit = config.sampling.max_prompt_tokens
     if not problems:

@@ -64,9 +64,8 @@ class SamplingSetup(Prompts):
 def set_up_sampling(config: RunConfig, task: Task, ranks: Ranks, training: bool = True) -> SamplingSetup:
     """Encode and check the prompts and load the policy; the ranks must call this together.
 
-    `training` is False for an evaluation, which has no training problems and no gradients.
-
-    Raises UserError if the model or the data cannot be loaded, or a prompt limit leaves no problem.
+    An evaluation (not `training`) has no training problems and no gradients. Raise UserError if the model or the data
+    cannot be loaded, or a prompt limit leaves no problem.
     """
     prompts = encode_prompts(config, task, ranks, training)
     files = prompts.model_config, prompts.encoder.tokenizer
@@ -101,9 +100,8 @@ def encode_prompts(config: RunConfig, task: Task, ranks: Ranks = SINGLE, trainin
 def check_engine_settings(config: RunConfig) -> PreTrainedConfig:
     """Return config.json of the model, which the engine of the settings runs, and samples at their temperatures.
 
-    Raises:
-        UserError: the model is a mixture of experts, which the engine does not run, its config cannot be read, or the
-            engine does not sample at a temperature, or a setting has no effect on the dtype or device of the model.
+    Raise UserError if the model is a mixture of experts, which the engine does not run, its config cannot be read, or
+    the engine does not sample at a temperature, or a setting has no effect on the dtype or device of the model.
     """
     on_gpu = is_gpu(config.model.device)
     engine = resolve_engine(config.sampling.engine, on_gpu)
@@ -142,15 +140,10 @@ def stream_completions(
     version: int,
     conversations: Conversations | None = None,
 ) -> Generator[list[list[Completion]], None, None]:
-    """Yield the completions [P][n] of each request in order, sampled at the same time if the sampler can.
+    """Yield the completions [P][n] of each request, with its problems [P], in order; a conversation has several turns.
 
-    Args:
-        requests: each with its problems [P].
-        conversations: samples several turns per completion; None for one.
-
-    Raises:
-        StaleEngineError: the engine has other weights than those after `version` optimizer updates.
-        RunError: the system refuses to start a worker of the conversations.
+    Raise StaleEngineError if the engine has other weights than those after `version` optimizer updates, RunError if the
+    system refuses to start a worker of the conversations.
     """
     session = None if conversations is None else Session(conversations, params, sampler)
     source: Iterable[SampleRequest | None] = (request for _, request in requests)

@@ -5,7 +5,6 @@ second copy.
 """
 
 import copy
-import logging
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 
 from bandpo_cli.config.batch_and_sampling import SamplingConfig, check_engine, is_installed, resolve_engine
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, first_line
+from bandpo_cli.errors import RunError, first_line, log
 from bandpo_cli.models.attention import growing_cache
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import forward_dtype, layers_for_sampling, unsharded
@@ -38,8 +37,6 @@ KEPT_UNTIL = 0.9
 """Ended completions are removed from the batch when at most this share of it is running."""
 DRAWN_STEPS = 64
 """Tokens of a completion for which random numbers are drawn at a time."""
-
-log = logging.getLogger("bandpo_cli")
 
 
 @dataclass(frozen=True)
@@ -135,9 +132,8 @@ class Sampler(ABC):
     def sync(self, model: PreTrainedModel, version: int) -> None:
         """Load the weights of the policy's model, which have had `version` optimizer updates.
 
-        Raises:
-            StaleEngineError: the engine does not run the given weights, or it failed to load them.
-            RunError: the process of the engine ended. An out-of-memory error is raised as in `sample_stream`.
+        Raise StaleEngineError if the engine does not run the given weights, or it failed to load them. Raise RunError
+        if the process of the engine ended. An out-of-memory error is raised as in `sample_stream`.
         """
 
     def load(self, weights: Weights, version: int) -> None:
@@ -203,9 +199,7 @@ def is_exact(sampler: Sampler, policy: Policy) -> bool:
 def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
     """Return the engine that `sampling.engine` names; of a model it has no weights until `load`.
 
-    Raises:
-        ConfigError: the engine is not installed.
-        UserError: the engine cannot start with this model and these settings.
+    Raise ConfigError if the engine is not installed, UserError if it cannot start with this model and these settings.
     """
     on_gpu = policy.device.type == "cuda"
     engine = resolve_engine(config.sampling.engine, on_gpu)
@@ -355,8 +349,7 @@ def build_transformers_sampler(config: SamplingConfig, policy: Policy) -> Sample
 def random_numbers(seeds_P: Sequence[int], samples: int, max_tokens: int) -> Iterator[Tensor]:
     """Yield the random numbers of the next token of n completions of each of P prompts, [P·n] float64 in [0, 1).
 
-    Those of a prompt depend on its seed alone, and every completion has one per token, also after its end: a
-    completion depends neither on the other prompts of a batch nor on when other completions end.
+    Those of a prompt depend on its seed alone, and every completion has one per token, also after its end.
     """
     generators = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds_P]
     for start in range(0, max_tokens, DRAWN_STEPS):

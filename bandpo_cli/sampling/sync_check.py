@@ -88,9 +88,8 @@ class SyncCheck:
     def check(self, model: PreTrainedModel, version: int, sampler: Sampler) -> None:
         """Compare log-probs of the engine's samples with those of the policy's model after `version` updates.
 
-        Raises:
-            StaleEngineError: the mean difference is above the limit in every attempt.
-            Exception: what the engine of any rank raises; all ranks sample together.
+        Raise StaleEngineError if the mean difference is above the limit in every attempt. Raise what the engine of any
+        rank raises: all ranks sample together.
         """
         if self._policy is None:
             return

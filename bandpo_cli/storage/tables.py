@@ -4,10 +4,10 @@ Parquet files contain data only; reading one runs no code.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, get_args, get_type_hints
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.paths import check_regular_file
 from bandpo_cli.storage.files import step_name, step_of, write_atomically
-from bandpo_cli.types import MESSAGES, Group
+from bandpo_cli.types import MESSAGES, Grade, Group, Problem, Rollout
 
 TOKEN_COLUMNS = ("old_logprob", "ratio", "lower", "upper", "advantage", "gradient_weight")
 """The columns of `tokens/step-000100.parquet`, one row per token, float32: the data of the clip map."""
@@ -52,6 +52,13 @@ class EvalRow(TypedDict):
     logprob_sum: float | None
 
 
+_SAMPLE_COLUMNS = (
+    "source", "problem_id", "question", "prompt", "reference", "grader", "extra", "text", "reward", "accuracy",
+    "length", "finish_reason", "verdict", "logprob_sum",
+)  # fmt: skip
+_NUMBERS = {"reward": "float64", "accuracy": "float64", "length": "int32", "logprob_sum": "float64"}
+"""The types of the columns that are not text."""
+
 COMPLETION = (
     "label", "problem_id", "question", "prompt", "reference", "text", "accuracy", "verdict", "reward", "length",
     "finish_reason",
@@ -59,56 +66,50 @@ COMPLETION = (
 """What the tables of steps and of evaluations have in common; the label is the task, the data or the evaluation set."""
 
 
-def encode_extra(extra: Mapping[str, object]) -> str:
-    """Return as JSON what a grader reads of a problem besides its answer."""
-    return json.dumps(dict(extra), ensure_ascii=False)
+def completion_row(
+    problem: Problem, prompt: str, text: str, grade: Grade, length: int | None, finish_reason: str | None,
+    logprob_sum: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the columns that tables of steps and of evaluations share, described at `EvalRow`."""
+    return {
+        "problem_id": problem.id,
+        "question": problem.label,
+        "prompt": prompt,
+        "reference": problem.answer,
+        "grader": problem.grader,
+        "extra": json.dumps(dict(problem.extra), ensure_ascii=False),
+        "text": text,
+        "reward": grade.reward if grade.has_reward else None,
+        "accuracy": float(grade.correct),
+        "length": length,
+        "finish_reason": finish_reason,
+        "verdict": grade.verdict,
+        "logprob_sum": logprob_sum,
+    }
+
+
+def _rollout_row(rollout: Rollout) -> dict[str, Any]:
+    """Return the row of a rollout in `write_sample_table`."""
+    completion, grade = rollout.completion, rollout.grade
+    numbers = len(completion.token_ids), completion.finish_reason, sum(completion.logprobs)
+    row = completion_row(rollout.problem, rollout.prompt, rollout.text, grade, *numbers)
+    return {
+        "source": rollout.problem.source, **row,
+        **{f"reward/{name}": value for name, value in grade.components.items()},
+    }  # fmt: skip
 
 
 def write_sample_table(path: Path, groups: Sequence[Group]) -> Path:
-    """Write a row per rollout of `groups`, in their order.
-
-    `source` is the task or data set of the problem, and `reference` the reference answer. `extra` has the other inputs
-    of the grader, as JSON: with them the completion can be graded again. `question` has no template, unlike `prompt`.
-    `reward` is null where grading failed, and where every reward function reports that it does not apply. `accuracy` is
-    1 for a correct answer, 0 for any other. `length` counts the sampled tokens, the end-of-sequence token included;
-    `logprob_sum` is log π(completion) in nats under the sampling distribution.
+    """Write a row per rollout of `groups`, in their order, with `source`, the task or data set of the problem.
 
     The columns `reward/<name>` have the value of each of `task.rewards` before its weight; null where the grader
     failed, timed out, or does not apply.
     """
     import pyarrow as pa
 
-    grades = [rollout.grade for group in groups for rollout in group.rollouts_G]
-    columns = _rollout_columns(groups)
-    for name in grades[0].components if grades else ():
-        columns[f"reward/{name}"] = (pa.float64(), [grade.components[name] for grade in grades])
-    return _write_columns(path, columns)
-
-
-def _rollout_columns(groups: Sequence[Group]) -> dict[str, tuple[Any, list[Any]]]:
-    """Return type and values of the columns of `write_sample_table` but the rewards of the components."""
-    import pyarrow as pa
-
-    rollouts = [rollout for group in groups for rollout in group.rollouts_G]
-    grades = [rollout.grade for rollout in rollouts]
-    completions = [rollout.completion for rollout in rollouts]
-    problems = [rollout.problem for rollout in rollouts]
-    return {
-        "source": (pa.string(), [problem.source for problem in problems]),
-        "problem_id": (pa.string(), [problem.id for problem in problems]),
-        "question": (pa.string(), [problem.label for problem in problems]),
-        "prompt": (pa.string(), [rollout.prompt for rollout in rollouts]),
-        "reference": (pa.string(), [problem.answer for problem in problems]),
-        "grader": (pa.string(), [problem.grader for problem in problems]),
-        "extra": (pa.string(), [encode_extra(problem.extra) for problem in problems]),
-        "text": (pa.string(), [rollout.text for rollout in rollouts]),
-        "reward": (pa.float64(), [grade.reward if grade.has_reward else None for grade in grades]),
-        "accuracy": (pa.float64(), [float(grade.correct) for grade in grades]),
-        "length": (pa.int32(), [len(completion.token_ids) for completion in completions]),
-        "finish_reason": (pa.string(), [completion.finish_reason for completion in completions]),
-        "verdict": (pa.string(), [grade.verdict for grade in grades]),
-        "logprob_sum": (pa.float64(), [sum(completion.logprobs) for completion in completions]),
-    }
+    rows = [_rollout_row(rollout) for group in groups for rollout in group.rollouts_G]
+    components = [name for name in (rows[0] if rows else ()) if name.startswith("reward/")]
+    return _write(path, pa.Table.from_pylist(rows, _schema([*_SAMPLE_COLUMNS, *components])))
 
 
 def write_eval_table(path: Path, rows: Sequence[EvalRow]) -> Path:
@@ -125,7 +126,7 @@ def eval_table(rows: Sequence[EvalRow]) -> Any:
     import pyarrow as pa
     from pyarrow import json as arrow_json
 
-    schema = _eval_schema()
+    schema = _schema(EvalRow.__annotations__)
     blocks = []
     for start in range(0, len(rows), _ROWS_PER_BLOCK):
         lines = [json.dumps(row, ensure_ascii=False) for row in rows[start : start + _ROWS_PER_BLOCK]]
@@ -138,7 +139,7 @@ def eval_table(rows: Sequence[EvalRow]) -> Any:
 
 def read_eval_table(path: Path) -> list[EvalRow]:
     """Return the rows of a file of `write_eval_table`. Raises UserError for a damaged file or other columns."""
-    with _reading(path, "completions of an evaluation", _eval_schema()) as table:
+    with _reading(path, "completions of an evaluation", _schema(EvalRow.__annotations__)) as table:
         return table.to_pylist()  # type: ignore[no-any-return]
 
 
@@ -174,7 +175,7 @@ def write_token_table(path: Path, columns: Mapping[str, Any]) -> Path:
     """Write the `TOKEN_COLUMNS` of `columns`: equally long sequences or NumPy arrays; infinities are allowed."""
     import pyarrow as pa
 
-    return _write_columns(path, {name: (pa.float32(), columns[name]) for name in TOKEN_COLUMNS})
+    return _write(path, pa.table({name: pa.array(columns[name], pa.float32()) for name in TOKEN_COLUMNS}))
 
 
 def read_token_table(path: Path) -> dict[str, np.ndarray]:
@@ -298,33 +299,29 @@ def write_bad_batch(
     """
     import pyarrow as pa
 
-    rollouts, shared = [rollout for group in groups for rollout in group.rollouts_G], _rollout_columns(groups)
-    names, ids = ("problem_id", "prompt", "text", "reference", "reward", "verdict"), pa.list_(pa.int32())
-    columns: dict[str, tuple[Any, Sequence[Any]]] = {
-        "error": (pa.string(), [error] * len(rollouts)),
-        **{name: shared[name] for name in names},
-        "prompt_ids": (ids, [list(rollout.prompt_ids) for rollout in rollouts]),
-        "token_ids": (ids, [list(rollout.completion.token_ids) for rollout in rollouts]),
-    }
-    columns |= {name: (pa.list_(pa.float32()), values) for name, values in numbers.items()}
-    return _write_columns(run / BAD_BATCHES / f"{step_name(step)}-update-{update}.parquet", columns)
+    ids = pa.list_(pa.int32())
+    rows = [
+        {
+            "error": error,
+            "prompt_ids": list(rollout.prompt_ids),
+            "token_ids": list(rollout.completion.token_ids),
+        }
+        | _rollout_row(rollout)
+        for group in groups
+        for rollout in group.rollouts_G
+    ]
+    texts = _schema(("error", "problem_id", "prompt", "text", "reference", "reward", "verdict"))
+    table = pa.Table.from_pylist(rows, pa.schema([*texts, ("prompt_ids", ids), ("token_ids", ids)]))
+    for name, values in numbers.items():
+        table = table.append_column(name, pa.array(values, pa.list_(pa.float32())))
+    return _write(run / BAD_BATCHES / f"{step_name(step)}-update-{update}.parquet", table)
 
 
-def _eval_schema() -> Any:
-    """Return the Parquet schema of `EvalRow`. It is fixed, so that an empty table has the same columns."""
+def _schema(names: Iterable[str]) -> Any:
+    """Return the Parquet schema of columns of completions; the rewards of components are numbers, too."""
     import pyarrow as pa
 
-    types: dict[Any, Any] = {str: pa.string(), float: pa.float64(), int: pa.int32()}
-    hints = get_type_hints(EvalRow)
-    return pa.schema([(name, types[(get_args(hint) or (hint,))[0]]) for name, hint in hints.items()])
-
-
-def _write_columns(path: Path, columns: Mapping[str, tuple[Any, Any]]) -> Path:
-    """Write a table with the given types and values of its columns."""
-    import pyarrow as pa
-
-    arrays = {name: pa.array(values, type=kind) for name, (kind, values) in columns.items()}
-    return _write(path, pa.table(arrays))
+    return pa.schema([(name, _NUMBERS.get(name.partition("/")[0], "string")) for name in names])
 
 
 @contextmanager

@@ -92,10 +92,7 @@ class QuestionAnswerTask(Task):
 
     @cached_property
     def _heldout_questions(self) -> dict[str, list[Problem]]:
-        """The questions of the evaluation sets by label.
-
-        Without a source, they are chosen by a hash of the question alone, so that adding rows moves none.
-        """
+        """The questions of the evaluation sets by label; without a source, a hash of each question chooses them."""
         if self._heldout_sources:
             return {
                 source_label(source): hash_order(self._load(source, "heldout"))

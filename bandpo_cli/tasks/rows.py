@@ -249,9 +249,8 @@ def find_fields(
     """Return the dotted paths of the fields, None for a field that was not found.
 
     The configured fields (`fields:` of a source) come first, else the first name that has a usable value in one of
-    `rows`: of verl's layout, of the known data set, of the usual names, with a worked solution last. Where no field has
-    an answer, `answer` equals `question`: it is the assistant message at the end of the chat messages, as in data for
-    supervised fine-tuning.
+    `rows`: of verl's layout, of the known data set, of the usual names, with a worked solution last. Without a field
+    for answers, `answer` equals `question`: the assistant message at the end of the chat messages.
     """
     configured, known, rows = configured or Fields(), known or Fields(), list(rows)
 

@@ -87,11 +87,9 @@ class Components(SamplingSetup):
     ) -> Progress:
         """Load the state of a checkpoint; the reference stays the initial policy.
 
-        A fork has its own `progress`, and may leave out the batches that were sampled ahead.
-
-        Raises:
-            UserError: the checkpoint is damaged or belongs to another model, or the problems are not those of the run.
-            StaleEngineError: the weights could not be sent to the sampler.
+        A fork has its own `progress`, and may leave out the batches that were sampled ahead. Raise UserError if the
+        checkpoint is damaged or belongs to another model, or the problems are not those of the run. Raise
+        StaleEngineError if the weights could not be sent to the sampler.
         """
         progress = load_checkpoint(self.policy, self.optimizer, checkpoint, progress)
         if progress.problems not in (checkpoints.ANY_PROBLEMS, self.problems_digest):
@@ -116,10 +114,7 @@ class Components(SamplingSetup):
                     raise ValueError(f"{checkpoints.ROLLOUTS} holds steps {steps}")
 
     def close(self) -> None:
-        """Shut down the sampling engine and the grading processes.
-
-        If one of them fails, the other one is closed all the same, and then the error is raised.
-        """
+        """Shut down the sampling engine and the grading processes, all of them before an error is raised."""
         with ExitStack() as stack:
             if self.conversations is not None:
                 stack.callback(self.conversations.pool.close)
@@ -130,8 +125,7 @@ class Components(SamplingSetup):
 def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Components:
     """Load the model and build all components from the config; all ranks call this together.
 
-    Raises:
-        UserError: the model or the data cannot be loaded, or a prompt limit leaves no problem.
+    Raise UserError if the model or the data cannot be loaded, or a prompt limit leaves no problem.
     """
     torch.manual_seed(config.seed)
     setup = set_up_sampling(config, task, ranks)
@@ -166,10 +160,7 @@ def load_checkpoint(
     """Load weights and optimizer state from a checkpoint of the same model and return its progress, or that of a fork.
 
     The checkpoint may have been written by another number of ranks. All ranks must call this together; an error on one
-    of them is raised on all.
-
-    Raises:
-        UserError: the checkpoint is damaged or belongs to another model.
+    of them is raised on all. Raise UserError if the checkpoint is damaged or belongs to another model.
     """
     ranks = policy.ranks
     stored = ranks.agree(lambda: checkpoints.read_trainer_state(folder))[0]

@@ -10,7 +10,6 @@ calls its methods in the same order.
 
 import copy
 import json
-import logging
 import os
 import shutil
 import socket
@@ -29,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_64
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, SignalExit
+from bandpo_cli.errors import RunError, SignalExit, log
 from bandpo_cli.models.load import Policy, save_policy
 from bandpo_cli.models.weights import ShardError, local_tensor, reason_of, weights_to_save, write_shards
 from bandpo_cli.processes.ranks import Ranks
@@ -53,8 +52,6 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", t
 
 MAX_SHARE = 0.5
 """Largest share of the available memory that the copy may take: the next step needs memory, too."""
-
-log = logging.getLogger("bandpo_cli")
 
 
 @dataclass(frozen=True)
@@ -83,9 +80,8 @@ class TrainedState:
 def check_savable(policy: Policy, state: TrainedState, folder: Path) -> None:
     """Check that the weights can be saved and that the disk has space; all ranks must call this together.
 
-    Raises:
-        NonFiniteError: weights are not finite.
-        RunError: the disk has less free space than the checkpoint needs.
+    Raise NonFiniteError if weights are not finite. Raise RunError if the disk has less free space than the checkpoint
+    needs.
     """
     policy.ranks.agree(lambda: check_finite_weights(policy.model))
     needed = state.nbytes + RESERVED_BYTES
@@ -107,15 +103,9 @@ def write_checkpoint(
 ) -> None:
     """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed to its final name.
 
-    All ranks must call this together: rank 0 writes the model and each rank its shards of the optimizer state. An error
-    on one rank is raised on all. The weights are those of `state`.
-
-    Args:
-        check: called before each file and within large ones; what it raises gives up the checkpoint.
-
-    Raises:
-        RunError: the files cannot be written. An existing checkpoint stays, and the hidden folder is removed, as after
-            any other exception.
+    All ranks must call this together: rank 0 writes the weights of `state` and each rank its shards of the optimizer
+    state. An error on one rank is raised on all: RunError if the files cannot be written, or what `check` raises, which
+    is called before each file and within large ones. An existing checkpoint stays, and the hidden folder is removed.
     """
     ranks, hidden = policy.ranks, checkpoints.hidden_folder(folder, "writing")
     checksums: dict[str, str] = {}
@@ -229,9 +219,8 @@ class AbandonedError(RunError):
 class StateCopy:
     """Copy of a training state in host memory, pinned where the state is on a GPU.
 
-    Its tensors are allocated once and overwritten by each copy; the state must keep its tensors in their places. With
-    several ranks each copies its shards of the optimizer state, on `mesh`; the weights, which rank 0 has gathered in
-    host memory, are kept as they are.
+    Its tensors are allocated once and overwritten by each copy; the state must keep its tensors in their places. Each
+    of several ranks copies its shards of the optimizer state, on `mesh`, but not the weights, which are in host memory.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -323,8 +312,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     def prepare(self, step: int) -> None:
         """Copy the state after `step`, or write its checkpoint at once; wait for the one before.
 
-        Raises:
-            NonFiniteError, RunError: see `check_savable` and `write_checkpoint`.
+        Raise the errors of `check_savable` and `write_checkpoint`.
         """
         self.wait()
         components, policy = self._components, self._components.policy

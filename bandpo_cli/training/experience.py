@@ -243,16 +243,13 @@ def prepare_updates(
     """Return one experience per update of the step, each from P/`optim.updates` consecutive groups.
 
     All values of π_old that an update's own forward pass does not give are computed here, before the first update. They
-    are not checked for NaN and infinity; `update_policy` does that.
+    are not checked for NaN and infinity; `update_policy` does that. Raise RunError if a completion has no tokens.
 
     Args:
         policy: π_old, the policy before the step's first update.
         reference: the reference model, or None without a KL penalty.
         advantages_PG: [P, G] float32.
         sampler_is_exact: the sampler's log-probs need no correction; see `sampling.sampler.is_exact`.
-
-    Raises:
-        RunError: a completion has no tokens.
     """
     max_tokens, temperature = config.optim.pass_tokens, config.sampling.temperature
     device, objective, size = policy.device, loss.objective, len(groups) // config.optim.updates
@@ -364,8 +361,7 @@ def _sampled(
 def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int) -> Experience:
     """Return the experience with this rank's completions in micro-batches of at most `max_tokens` tokens.
 
-    The ranks have about equal numbers of tokens, and equal numbers of micro-batches: some may be empty, because every
-    pass through a sharded model needs all ranks.
+    The ranks have about equal numbers of tokens, and equal numbers of micro-batches, some of which may be empty.
     """
     ranks, device, groups = policy.ranks, experience.lengths.device, experience.groups
     prompts_P = [group.rollouts_G[0].prompt_ids for group in groups]

@@ -11,7 +11,6 @@ With `sampling.max_lag` the rollouts of a later step are sampled before or while
 Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group.
 """
 
-import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 
 from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import log
 from bandpo_cli.evaluation.evaluate import sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.grading.pool import all_calls_failed, grade_components
@@ -47,8 +47,6 @@ from bandpo_cli.training.rollout_batches import RolloutBatches, SampledGroups
 from bandpo_cli.training.update import AppliedUpdates, handle_bad_update, update_policy
 from bandpo_cli.types import Group, Rollout
 
-log = logging.getLogger("bandpo_cli")
-
 
 def train(
     config: RunConfig,
@@ -62,18 +60,14 @@ def train(
 
     Step 0 is the evaluation before training. A thread may still be writing the checkpoint of a step when the step is
     yielded, except that of the last step; closing the generator waits for it. All ranks must iterate together; the
-    reports are the same on each.
+    reports are the same on each. Raise NonFiniteError, with the weights of the last applied update, if a loss, gradient
+    or log-prob is not finite, StaleEngineError if the sampler does not run the policy's weights, GraderFailedError if
+    every answer of a step or an evaluation is a grader error, and RunError if a checkpoint cannot be written.
 
     Args:
         watch: called with the name of each phase of a step (`sample`, `grade`, ...) when it starts.
         first: the first step; after a resume, the step after the checkpoint that `components` were loaded from.
         stop: called between steps; where it returns True on any rank, the state is saved and the loop ends.
-
-    Raises:
-        NonFiniteError: a loss, gradient or log-prob is not finite; the weights are those of the last applied update.
-        StaleEngineError: the sampler does not run the policy's weights.
-        GraderFailedError: every answer of a step or an evaluation is a grader error.
-        RunError: a checkpoint cannot be written.
     """
     policy, optimizer, is_main = components.policy, components.optimizer, components.ranks.is_main
     reference = None if components.reference is None else components.reference.model
@@ -220,10 +214,9 @@ def _finish_step(
 
 
 def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step: int) -> dict[str, float]:
-    """Score the held-out problems, write `evals/` and return the metrics.
+    """Score the held-out problems, write `evals/` and return the metrics; none if all calls of the grader have failed.
 
-    The sampling seeds are the same at every step, so that changes come from the policy and not from chance. There are
-    no metrics if every call of an asynchronous grader failed.
+    The sampling seeds are the same at every step, so that changes come from the policy and not from chance.
     """
     settings = config.evaluation
     batches = sample_batches(

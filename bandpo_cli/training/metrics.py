@@ -304,10 +304,9 @@ def _known_values(experience: Experience, forward: Forward | None) -> dict[str, 
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token as it is within a completion, special tokens included.
+    """Return the text of each token as it is within a completion; the bytes of an incomplete character are U+FFFD.
 
-    A token is decoded after itself, because some tokenizers remove the space before the first word of a text. The bytes
-    of an incomplete character are U+FFFD.
+    A token is decoded after itself, because some tokenizers remove the space before the first word of a text.
     """
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     single = tokenizer.batch_decode([[number] for number in ids], **options)

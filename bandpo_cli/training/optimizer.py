@@ -115,8 +115,7 @@ class Optimizer:
     def empty_state(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Return tensors for `load_state` to read a saved state of these shapes into: masters, and new moments.
 
-        Raises:
-            ValueError: the state belongs to a model with other parameters or types.
+        Raise ValueError if the state belongs to a model with other parameters or types.
         """
         self._check_keys(shapes)
         state: dict[str, Tensor] = {}
@@ -130,8 +129,7 @@ class Optimizer:
     def load_state(self, state: Mapping[str, Tensor], update: int, skipped_in_a_row: int) -> None:
         """Load the state saved after `update` updates; the model must have the weights of that checkpoint.
 
-        Raises:
-            ValueError: the state belongs to a model with other parameters or types.
+        Raise ValueError if the state belongs to a model with other parameters or types.
         """
         self._check_keys(state)
         for key, tensor in state.items():
@@ -162,10 +160,8 @@ class Optimizer:
     def step(self, check: Callable[[Tensor], float] = float) -> float:
         """Clip the gradient to `optim.max_grad_norm`, apply one update and return the norm before clipping.
 
-        The norm is computed over the complete gradient, also for a sharded model.
-
-        Args:
-            check: called with the norm before the weights change, returns its value, and may raise NonFiniteError.
+        It is that of the complete gradient, also for a sharded model. `check` is called with it before the weights
+        change, returns its value, and may raise NonFiniteError.
         """
         limit = math.inf if self._config.max_grad_norm is None else self._config.max_grad_norm
         gradients = [item.grad for item in self._parameters if item.grad is not None]
@@ -189,8 +185,7 @@ class Optimizer:
     def skip(self, overflow: bool = False) -> None:
         """Skip an update: weights, masters and moments stay, the learning-rate schedule advances.
 
-        After an overflow in float16 the factor on the loss is halved, and the update is not a part of
-        `skipped_in_a_row`.
+        After an overflow in float16 the factor on the loss is halved, and `skipped_in_a_row` stays.
         """
         self.scaler.update(None if overflow else self.scaler.get_scale())
         self.update += 1

@@ -58,11 +58,7 @@ _OTHER_CARDS = {"Laptop", "Ti", "D", "MIG"}
 
 @dataclass
 class StepTimer:
-    """Seconds per phase of a step, reported under `time/`.
-
-    Args:
-        watch: called with the name of each phase when it starts.
-    """
+    """Seconds per phase of a step, reported under `time/`; `watch` is called with the name of each phase."""
 
     watch: Callable[[str], None] = lambda phase: None
     _start: float = field(default_factory=time.perf_counter)
@@ -101,9 +97,8 @@ def add_to_totals(totals: dict[str, float], taken: Mapping[str, float]) -> dict[
 def sampling_rows(groups: Iterable[Group], prompt_once: bool) -> Iterator[tuple[int, ...]]:
     """Yield the lengths of a prompt, and of what follows it, for each forward pass of sampling; see `Packing.rows`.
 
-    Args:
-        prompt_once: the engine computes a prompt once for its completions, and the turns of a conversation once. It
-            computes the prompt for each completion otherwise, and all earlier turns for each turn.
+    With `prompt_once` the engine computes a prompt once for its completions, and the turns of a conversation once, else
+    the prompt for each completion, and all earlier turns for each turn.
     """
     for group in groups:
         prompt = len(group.rollouts_G[0].prompt_ids)

@@ -133,8 +133,7 @@ class SampledGroups:
 class RolloutBatches(AbstractContextManager["RolloutBatches"]):
     """The batches of a run in the order of its steps; a context manager, within which the run is trained.
 
-    An error in the thread is raised by `wait`. If an exception ends the block while a batch is being sampled, the
-    engine is closed and grading is cancelled.
+    `wait` raises an error of the thread. If an exception ends the block, the engine is closed and grading is cancelled.
     """
 
     def __init__(self, config: RunConfig, components: Components) -> None:
@@ -159,9 +158,8 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
     def take(self, step: int, timer: StepTimer) -> SampledGroups:
         """Return the batch of a step, sampled ahead or now; without a thread, sample the batches ahead of it, too.
 
-        Raises:
-            StaleEngineError: the engine has other weights than those of the last update.
-            GraderFailedError: every answer of a batch is a grader error; see `training_grader`.
+        Raise StaleEngineError if the engine has other weights than those of the last update. Raise GraderFailedError if
+        every answer of a batch is a grader error; see `training_grader`.
         """
         components, ahead = self._components, self._components.ahead
         last = min(step if self._in_thread else step + self._lag, self._config.steps)
@@ -195,11 +193,7 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         self._call.start()
 
     def wait(self, timer: StepTimer) -> None:
-        """Wait until the batches that were started are sampled and graded; they are then in `Components.ahead`.
-
-        Raises:
-            Exception: what sampling or grading raised; see `take`.
-        """
+        """Wait until the started batches are in `Components.ahead`; raise what sampling or grading raised."""
         if (call := self._call) is None:
             return
         with timer.phase("sample"):
@@ -335,8 +329,7 @@ def read_sampled(
 ) -> list[SampledGroups]:
     """Return the batches that `write_sampled` wrote, with their problems, prompts and texts.
 
-    Raises:
-        OSError, ValueError, LookupError, TypeError, SafetensorError: the file is damaged.
+    Raise OSError, ValueError, LookupError, TypeError or SafetensorError if the file is damaged.
     """
     with safe_open(path, framework="np") as file:
         metadata = json.loads(file.metadata()["rollouts"])

@@ -5,7 +5,6 @@ NaN or infinite raises NonFiniteError before the optimizer step; its batch is st
 update (`handle_bad_update`).
 """
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from torch.amp import GradScaler
 from torch.profiler import record_function
 
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import log
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
@@ -29,8 +29,6 @@ from bandpo_cli.objective.policy_objective import policy_objective
 from bandpo_cli.storage.tables import BAD_BATCHES, MAX_BAD_BATCHES, write_bad_batch
 from bandpo_cli.training.experience import Experience, adapted
 from bandpo_cli.training.optimizer import GradientNormError, NonFiniteError, Optimizer
-
-log = logging.getLogger("bandpo_cli")
 
 
 class Forward(NamedTuple):
@@ -88,16 +86,10 @@ def update_policy(
 ) -> AppliedUpdates:
     """Apply one optimizer update per experience, in order: loss, gradient, AdamW step; the weights change in place.
 
-    A batch whose rewards are all equal has a gradient of 0; AdamW still steps, by its momentum.
-
-    Args:
-        experiences: those of `prepare_updates`. One that needs its own pass for its values under π_old must come first,
-            while the policy is still π_old: its ratios are exactly 1.
-        on_bad_update: called for each update with non-finite values, before the weights change. If it returns, the
-            update is skipped: weights and moments stay, the learning-rate schedule advances. None to raise the error.
-
-    Raises:
-        NonFiniteError: an update has non-finite values, unless `on_bad_update` returns.
+    An experience that needs its own pass for its values under π_old must come first, while the policy is still π_old:
+    its ratios are exactly 1. `on_bad_update` is called for each update with non-finite values, before the weights
+    change. If it returns, the update is skipped: weights and moments stay, the learning-rate schedule advances. Without
+    it, NonFiniteError is raised.
     """
     updates = AppliedUpdates()
     for number, experience in enumerate(experiences, start=1):
@@ -131,8 +123,7 @@ def update_policy(
 def finite_norm(experience: Experience, forward: Forward, norm: Tensor) -> float:
     """Return the gradient norm of an update as a number, with one transfer from the device for all that is checked.
 
-    Raises:
-        NonFiniteError: the first of the experience, the log-probs, the loss and the norm that is not finite.
+    Raise NonFiniteError for the first of the experience, the log-probs, the loss and the norm that is not finite.
     """
     columns = {
         "the policy's log-probs": experience.trainer_logprobs,
@@ -199,14 +190,10 @@ def handle_bad_update(
     forward: Forward,
     fault: NonFiniteError,
 ) -> None:
-    """Store the batch of update `number` (from 1) of a step, and return if the update is to be skipped.
+    """Store the batch of update `number` (from 1) of a step in the folder `run`, and return if the update is skipped.
 
-    Args:
-        run: the run folder, where the batch is stored; None on all ranks but one.
-        fault: names the non-finite quantity.
-
-    Raises:
-        NonFiniteError: the run stops; the message names the update, the file of its batch and settings to try.
+    Else raise NonFiniteError, which names the update, the file of its batch and settings to try. `run` is None on all
+    ranks but one; `fault` names the non-finite quantity.
     """
     skipped, optim = optimizer.skipped_in_a_row, config.optim
     is_skipped = skipped < optim.max_skips

@@ -85,6 +85,8 @@ def test_bounds_are_those_computed_by_hand(config, lower, upper):
     assert found.upper.tolist() == pytest.approx(upper)
     if isinstance(config, DcpoSettings | RipoSettings):
         assert [*config.ratio_bounds()(torch.tensor(math.nan))] == [1.0, 1.0]
+        certain, rounded = map(config.ratio_bounds(), torch.tensor([0.0, 0.25]))
+        assert [*rounded] == [*certain], "a probability is at most 1"
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

@@ -161,6 +161,13 @@ def test_the_help_of_train_has_a_panel_per_group_in_100_columns(tmp_path):
     assert len(lines) < 120, "the column of the texts is narrow"
 
 
+def test_the_help_of_sweep_has_commas_where_values_are_compared(tmp_path):
+    lines = succeed("sweep", "--help", cwd=tmp_path, COLUMNS="100").out.splitlines()
+    rows = [line.split() for line in lines if line.startswith("│ --")]
+    metavars = {row[1]: row[2] for row in rows if row[1] in ("--delta", "--model", "--sampler", "--lr")}
+    assert metavars == {"--delta": "R,R", "--model": "M,M", "--lr": "R,R", "--sampler": "ENGINE"}
+
+
 def test_installation_options_are_last(tmp_path):
     out = succeed("--help", cwd=tmp_path).out
     names = ("--version", "--help", "--install-completion", "--show-completion")

@@ -1,13 +1,10 @@
 """Signal handlers: the first signal waits for the end of the step, the second exits, and both are restored."""
 
-import contextlib
-import hashlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -89,32 +86,18 @@ def test_a_rank_of_nproc_listens_to_its_parent_process_alone(capfd):
     assert "send SIGTERM again" in capfd.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("launched")
-@pytest.mark.parametrize("times", [1, 2])
-def test_signals_that_arrive_in_native_code_are_counted(times):
-    """Python calls the handler once for both of them."""
-
-    def send() -> None:
-        for _ in range(times):
-            time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGUSR2)
-
-    def wait_in_native_code() -> None:
-        thread = threading.Thread(target=send)
-        thread.start()
-        # It runs for half a second or more, and releases the interpreter's lock for the other thread.
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_500_000)
-        thread.join()
-
-    before = signal.set_wakeup_fd(-1)
+def test_two_signals_that_arrive_in_native_code_abort_the_step():
+    """Python calls the handlers after it, that of the lower number first."""
+    first, *_, again = (number for number, asked in FORWARDED.items() if asked == signal.SIGINT)
     with StopSignals() as signals:
         signals.start(None)
-        with contextlib.nullcontext() if times == 1 else pytest.raises(SystemExit) as end:
-            wait_in_native_code()
-        assert signals.exit_code == 130
-        assert end is None or end.value.code == 130
-    assert signal.set_wakeup_fd(before) == -1
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        for number in (first, again):  # sent to this thread: another one would not block it
+            signal.pthread_kill(threading.get_ident(), number)
+        with pytest.raises(SystemExit) as end:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        assert (signals.exit_code, end.value.code) == (130, 130)
 
 
 @pytest.mark.usefixtures("launched")

@@ -23,14 +23,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import (
-    CONTINUES,
-    SafeConsole,
-    SafeStream,
-    open_console,
-    print_json,
-    protect_streams,
-)
+from bandpo_cli.cli.console import CONTINUES, Console, SafeStream, open_console, print_json, protect_streams
 from bandpo_cli.errors import escape_controls
 from tests.cli.train_runs import SMALL, sets
 from tests.commands import Forked, run_bandpo
@@ -225,7 +218,7 @@ def test_texts_are_escaped_wherever_they_are_printed(capsys):
 
 
 def test_colours_reach_a_terminal():
-    console = SafeConsole(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
     console.print(Text("red", "red"))
     assert console.file.getvalue() == "\x1b[31mred\x1b[0m\n"
 

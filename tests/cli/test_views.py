@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from rich.panel import Panel
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
-from bandpo_cli.cli.console import ExperimentView, print_line, print_settings
+from bandpo_cli.cli.console import Console, ExperimentView
 from bandpo_cli.cli.eval import histogram, print_comparison, print_scores, ungraded_line
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.cli.sweep import plan_table, seconds_left, variants_table
@@ -253,7 +252,7 @@ def test_no_line_of_a_terminal_ends_between_a_number_and_its_unit():
     text = "grading 1% (0.49 s), answers of ≤ 8 tokens, T = 1, 64 prompts × 16 = 1,024 completions"
     for width in range(40, 100):
         out = io.StringIO()
-        print_line(Console(file=out, width=width, force_terminal=True, color_system=None), text, "a")
+        Console(file=out, width=width, force_terminal=True, color_system=None).print_line(text, "a")
         assert all(quantity in out.getvalue() for quantity in quantities)
         assert max(map(len, out.getvalue().splitlines())) <= width
 
@@ -281,7 +280,7 @@ def test_names_with_square_brackets_are_printed_unchanged():
     out = io.StringIO()
     console = Console(file=out, width=120, force_terminal=True, color_system=None)
     runs = [SweepRun("r", name, 0)]
-    print_settings(console, [("model", name)], [name], [name])
+    console.print_settings([("model", name)], [name], [name])
     console.print(plan_table(SweepInfo(None, runs, {"r": RunConfig()}, (), 1, 1)))
     console.print(variants_table(runs, {"r": RunState("waiting", 0, 1)}))
     view = StateView(console)

@@ -14,12 +14,13 @@ from tests.exports.folders import small
 BASE: dict[str, Any] = {"model_name_or_path": "m", "dataset_name": "d/d", "reward_funcs": ["accuracy_reward"]}
 
 
+def translation(**given: Any) -> Translation:
+    return Translation("trl", BASE | {"num_processes": 1} | given)
+
+
 def trl(**given: Any) -> dict[str, Any]:
     """Return the settings of TRL's arguments, by dotted name."""
-    return {
-        key: value
-        for key, (value, _) in Translation("trl", BASE | {"num_processes": 1} | given).settings.items()
-    }
+    return {key: value for key, (value, _) in translation(**given).settings.items()}
 
 
 BATCHES = [
@@ -36,11 +37,8 @@ BATCHES = [
 @pytest.mark.parametrize(("given", "prompts", "updates"), BATCHES)
 def test_batches_of_trl_are_prompts_and_updates(given, prompts, updates):
     found = trl(max_steps=40, **given)
-    assert (found["sampling.prompts"], found["optim.updates"], found["steps"]) == (
-        prompts,
-        updates,
-        40 // updates,
-    )
+    expected = (prompts, updates, 40 // updates)
+    assert (found["sampling.prompts"], found["optim.updates"], found["steps"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,7 +81,7 @@ def test_defaults_of_trl_that_differ_are_stated():
     }  # fmt: skip
     assert expected.items() <= found.items()
     assert "optim.lr" not in found  # 1e-6 is the default of language models here, too
-    assert resolve([Translation("trl", BASE | {"num_processes": 1}).layer()]).optim.lr == 1e-6
+    assert resolve([translation().layer()]).optim.lr == 1e-6
 
 
 PLACES: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -118,17 +116,11 @@ PLACES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_arguments_of_trl_have_the_settings_of_their_meaning(given, expected):
     found = trl(**given)
     assert {key: found.get(key) for key in expected} == expected
-    resolve([Translation("trl", BASE | {"num_processes": 1} | given).layer()])
+    resolve([translation(**given).layer()])
 
 
 def test_values_without_a_place_and_settings_that_a_run_would_refuse_are_reported():
-    given = {
-        "use_adaptive_entropy": True,
-        "entropy_coef": 0.01,
-        "top_entropy_quantile": 0.0,
-        "num_processes": 1,
-    }
-    found = Translation("trl", BASE | given)
+    found = translation(use_adaptive_entropy=True, entropy_coef=0.01, top_entropy_quantile=0.0)
     assert "objective.entropy_bonus" not in found.settings
     assert "entropy_coef = 0.01: the coefficient starts at 0" in found.missing
     assert "bandpo train refuses these settings together: objective.top_entropy = 0.0: " in found.missing[-1]
@@ -140,38 +132,48 @@ def test_the_overrides_of_an_export_become_the_same_run(method, tmp_path):
     rules = [{"rule": "sequence-reject", "low": 0.5, "high": 2.0}, {"rule": "product-truncate", "high": 5.0}]
     objective = {"importance": rules, "reference_kl": 0.1}
     config = small({"bounds": {"method": method}, "objective": objective | {"aggregation": "seq-sum-norm"}})
-    overrides = {
-        key.lstrip("+"): value for key, value in flatten(overrides_of(config)).items() if value is not None
-    }
-    translated = Translation("verl", overrides)
+    overrides = flatten(overrides_of(config)).items()
+    translated = Translation(
+        "verl", {key.lstrip("+"): value for key, value in overrides if value is not None}
+    )
     layer: Layer = {**translated.layer(), "task": config.task.model_dump()}
     changes = setting_changes(config, resolve([layer]))
-    resolved = {
-        "model.path",
-        "model.dtype",
-        "sampling.engine",
-        "sampling.vllm.memory_fraction",
-        "evaluation.problems",
-    }
+    resolved = {"model.path", "model.dtype", "sampling.engine"}
+    resolved |= {"sampling.vllm.memory_fraction", "evaluation.problems"}
     renamed = {"bounds.method"} if method in ("atr", "clip-higher", "none") else set()
     assert changes.keys() == resolved | renamed
     assert not [line for line in translated.missing if "the table of verl" in line]
 
 
 def test_files_of_both_trainers_are_read(tmp_path):
-    script = (
-        "python3 -m main_ppo \\\n  data.train_batch_size=8 +a.b=1e-3 'trainer.logger=[\"console\"]' \\\n $@"
-    )
+    script = "python3 -m main_ppo \\\n  data.train_batch_size=8 +a.b=1e-3 'trainer.logger=[\"x\"]' \\\n $@"
     (tmp_path / "run.sh").write_text(script)
-    assert read_trainer_file(tmp_path / "run.sh") == {
-        "data.train_batch_size": 8,
-        "a.b": 1e-3,
-        "trainer.logger": ["console"],
-    }
+    keys = {"data.train_batch_size": 8, "a.b": 1e-3, "trainer.logger": ["x"]}
+    assert read_trainer_file(tmp_path / "run.sh") == keys
     (tmp_path / "c.yaml").write_text("data: {seed: '${x.y}', shuffle: '${oc.env:X}'}\nx: {y: 3}\n")
     assert read_trainer_file(tmp_path / "c.yaml") == {"data.seed": 3, "x.y": 3}
     (tmp_path / "args.json").write_text('{"learning_rate": 1e-05, "optim_args": null}')
     assert read_trainer_file(tmp_path / "args.json") == {"learning_rate": 1e-5}
+
+
+def test_a_zero_and_the_word_none_in_a_file_are_values_and_no_missing_keys(tmp_path):
+    """Expected: GRPOConfig (no deviation, no clipping) and verl 0.9.1, whose FSDP engine takes the ratio for 0 steps
+    and whose agent loop evaluates at val_kwargs.temperature whatever do_sample is."""
+    (tmp_path / "trl.yaml").write_text("scale_rewards: none\nmax_grad_norm: 0.0\nlora_r: null\n")
+    given = read_trainer_file(tmp_path / "trl.yaml")
+    assert trl(**given).items() >= {"objective.advantage_std": False, "optim.max_grad_norm": None}.items()
+    (tmp_path / "verl.sh").write_text(
+        "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0 "
+        "actor_rollout_ref.actor.optim.weight_decay=0 actor_rollout_ref.actor.optim.lr_warmup_steps=0 "
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=50 "
+        "actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.val_kwargs.temperature=0.6"
+    )
+    found = Translation("verl", read_trainer_file(tmp_path / "verl.sh")).settings
+    expected = {
+        "objective.reference_kl": 0, "optim.weight_decay": 0, "evaluation.temperature": 0.6,
+        "optim.warmup_steps": 20,  # 5 steps of 4 updates
+    }  # fmt: skip
+    assert {key: found[key][0] for key in expected} == expected
 
 
 def test_the_command_prints_a_config_file_and_what_has_no_place(tmp_path):

@@ -31,9 +31,8 @@ def test_rewards_are_those_of_a_run(grader):
     with GraderPool(config.grading) as pool:
         grades = training_grader(pool, None)(problems, TEXTS)
     rewards = shaped_rewards(grades, [1] * len(grades), 8, config.reward)
-    expected = [
-        {"score": reward, "acc": float(grade.correct)} for reward, grade in zip(rewards, grades, strict=True)
-    ]
+    pairs = zip(rewards, grades, strict=True)
+    expected = [{"score": reward, "acc": float(grade.correct)} for reward, grade in pairs]
     assert {item["acc"] for item in expected} == {0.0, 1.0}
     assert [score(function, problem(grader), text) for text in TEXTS] == expected
 
@@ -44,11 +43,9 @@ def test_weighted_rewards_are_added(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rewards = [{"grader": "number"}, {"grader": "my_length:reward", "weight": -0.5, "name": "length"}]
     function = RewardFunction(resolve([{"task": {**DATA, "rewards": rewards}}]))
-    assert score(function, problem("math"), "Answer: 18") == {
-        "score": pytest.approx(1 - 0.5 * 0.5),
-        "acc": 1.0,
-    }
-    assert score(function, problem("math"), "nineteen!!") == {"score": pytest.approx(-0.5 * 0.5), "acc": 0.0}
+    right, wrong = (score(function, problem("math"), text) for text in ("Answer: 18", "nineteen!!"))
+    assert right == {"score": pytest.approx(1 - 0.5 * 0.5), "acc": 1.0}
+    assert wrong == {"score": pytest.approx(-0.5 * 0.5), "acc": 0.0}
 
 
 @pytest.mark.slow

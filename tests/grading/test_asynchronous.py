@@ -3,7 +3,6 @@
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -95,9 +94,7 @@ def test_an_exception_is_retried_and_only_the_answer_of_the_last_one_fails(caplo
     assert [item.verdict for item in grades] == expected
     assert [item.has_reward for item in grades] == [item.startswith("call") for item in expected]
     (line,) = failure_warnings([uses])
-    assert line.startswith(
-        "grader 'async_rewards:judge' failed on 5 of 8 answers (62.5%), which have no reward"
-    )
+    assert line.startswith("grader 'async_rewards:judge' failed on 5 of 8 answers (62.5%), which have no rew")
     assert caplog.messages == [f"{line}; {FAILURE_ADVICE}"]
 
 
@@ -105,9 +102,8 @@ def test_an_exception_is_retried_and_only_the_answer_of_the_last_one_fails(caplo
 def test_a_call_ends_at_its_deadline_and_counts_as_failed(caplog):
     with GraderPool(GradingConfig(deadline=2, retries=9)) as pool:
         # The waits before retries 1, 2, ... of the last one are 0.01, 0.02, ... s: they pass the deadline.
-        assert verdicts(pool, ["wait", "stubborn", "right", "fail 99"]) == [
-            "timeout", "timeout", "call-1", "grader-error",
-        ]  # fmt: skip
+        found = verdicts(pool, ["wait", "stubborn", "right", "fail 99"])
+        assert found == ["timeout", "timeout", "call-1", "grader-error"]
         (use,) = pool.uses.values()
         (line,) = failure_warnings([pool.uses])
     assert (use.graded, use.failed) == (4, 3)
@@ -122,10 +118,8 @@ def test_a_call_ends_at_its_deadline_and_counts_as_failed(caplog):
 def test_signatures_with_lists_are_awaited_and_several_calls_are_in_flight():
     with GraderPool(GradingConfig(batch=1, deadline=60)) as pool:
         texts = ["four", "none", "x"]
-        problems = [problem("trl:async_rewards:trl", level=1)] * 3
-        assert [(item.reward, item.has_reward) for item in pool.grade(problems, texts)] == [
-            (4.0, True), (0.0, False), (1.0, True),
-        ]  # fmt: skip
+        grades = pool.grade([problem("trl:async_rewards:trl", level=1)] * 3, texts)
+        assert [item.reward if item.has_reward else None for item in grades] == [4.0, None, 1.0]
         rewards = pool.grade([problem("verl:async_rewards:callable_")] * 3, texts)
         assert [item.reward for item in rewards] == [0.0, 0.0, 1.0]
         used = {name for name, use in pool.uses.items() if use.asynchronous}
@@ -153,18 +147,15 @@ def test_a_blocked_loop_or_an_exit_fails_the_calls_in_flight_and_no_other(monkey
         assert "ended with exit code 3" in pool.uses["async_rewards:judge"].error
 
 
-def replies() -> dict[str, Any]:
-    """Return what the server replies to an answer: its first reply, and all later ones."""
-    return {
+@pytest.mark.slow
+def test_the_example_grades_and_a_judge_that_fails_gives_no_reward(monkeypatch):
+    """The table has the server's first reply to an answer, and all later ones."""
+    table: dict[str, list[Reply]] = {
         "good": ["**Verdict:** 5."], "half": ["Not verdict: 5, but\nVerdict: 3/5"], "flaky": [503, "Verdict: 0"],
         "fail": [500], "drop": [None], "nonsense": ["pineapple"], "too high": ["Verdict: 9"], "slow": ["Verdict: 5"],
         "{answer} \\1": ["Verdict: 4"],
     }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_the_example_grades_and_a_judge_that_fails_gives_no_reward(monkeypatch):
-    table, closing = replies(), threading.Event()
+    closing = threading.Event()
 
     def reply(text: str) -> Reply:
         if text == "hang":
@@ -187,9 +178,8 @@ def test_the_example_grades_and_a_judge_that_fails_gives_no_reward(monkeypatch):
     values = [(item.verdict, item.reward if item.has_reward else None) for item in grades]
     assert dict(zip(texts, values, strict=True)) == expected | {"hang": ("timeout", None)}
     # A client may repeat a request whose connection was closed.
-    assert {text: server.calls[text] for text in ("good", "flaky", "fail", "nonsense", "hang")} == {
-        "good": 1, "flaky": 2, "fail": 2, "nonsense": 2, "hang": 1,
-    }  # fmt: skip
+    expected_calls = {"good": 1, "flaky": 2, "fail": 2, "nonsense": 2, "hang": 1}
+    assert {text: server.calls[text] for text in expected_calls} == expected_calls
     assert (use.graded, use.failed) == (10, 5)
 
 
@@ -208,11 +198,8 @@ def test_a_trial_call_fails_in_one_line_that_says_what_to_do():
         "import asyncio\nasync def refused(text, answer, extra): raise OSError(f'no {answer}')\n"
         "async def late(text, answer, extra): await asyncio.sleep(99)\ndef quick(text, answer, extra): return None\n"
     )
-    causes = {
-        "refused": r"OSError: no 2 \(broken_judge.py:2, in refused\)",
-        "late": "no result within 0.3 s .*",
-    }
-    for function, cause in causes.items():
+    refused = r"OSError: no 2 \(broken_judge.py:2, in refused\)"
+    for function, cause in (("refused", refused), ("late", "no result within 0.3 s .*")):
         name = f"broken_judge:{function}"
         with pytest.raises(ConfigError, match=f"'{name}' failed in a trial call: {cause}; start the server"):
             check_grader(name, [problem(name)], config)

@@ -100,14 +100,9 @@ OTHER_UNITS = ["18 km", "18 cm^2", "18 kg", "€18", "18 cents"]
 
 def test_number_reads_punctuation_units_and_fractions():
     assert {grade_number(of_answer("18"), f"Answer: {text}") for text in FORMS_OF_18} == {CORRECT}
-    for reference, text in (
-        ("1.5", "1½"),
-        ("-18", "(-18)"),
-        ("1/3", "0.\\overline{3}"),
-        ("1000000", "1 000 000"),
-    ):
+    same = {"1.5": "1½", "-18": "(-18)", "1/3": "0.\\overline{3}", "1000000": "1 000 000", "18 cm": "0.18 m"}
+    for reference, text in same.items():
         assert grade_number(of_answer(reference), f"Answer: {text}") == CORRECT, text
-    assert grade_number(of_answer("18 cm"), "Answer: 0.18 m") == CORRECT
     assert grade_number(of_answer("2 million dollars"), "Answer: 2 million euros") == WRONG
     assert grade_number(of_answer("10 am"), "Answer: 10 pm") == WRONG
     assert {grade_number(of_answer("18 cm"), f"Answer: {text}") for text in OTHER_UNITS} == {WRONG}

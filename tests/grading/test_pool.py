@@ -231,19 +231,15 @@ SHORT_ALARM = "import bandpo_cli.grading.calls_and_retries as process\nprocess.A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("doing", "with_signal"), [("busy", 9), ("calling", 9), ("idle", 2), ("ending", None)]
-)
+@pytest.mark.parametrize(("doing", "with_signal"), [("busy", 9), ("calling", 9), ("idle", 2), ("ending", 0)])
 def test_workers_exit_with_their_parent(doing, with_signal, tmp_path):
     # A script with code at its top level: a worker that imports it would start further workers.
     (tmp_path / "script.py").write_text(PARENT)
     (tmp_path / "custom_grader.py").write_text(SHORT_ALARM + CUSTOM_GRADER)
     (tmp_path / "json.py").unlink()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen(
-        [sys.executable, "script.py", doing], env=environment, cwd=tmp_path, **pipes
-    ) as parent:
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    options |= {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}}
+    with subprocess.Popen([sys.executable, "script.py", doing], **options) as parent:
         assert parent.stdout.readline() == "imported\n"
         worker = int(parent.stdout.readline())
         if with_signal:

@@ -161,9 +161,8 @@ def test_no_field_of_a_problem_is_executed(pool, tmp_path):
     """A table of completions may come from anyone, with its problems; some scorers evaluate fields of the problem."""
     path = tmp_path / "executed"
     payload = PAYLOADS[0].format(path=str(path))
-    problems = [
-        problem(n, entry_of(n) | {"answer": payload}) for n in ("number_sorting", "polynomial_multiplication")
-    ]
+    names = ("number_sorting", "polynomial_multiplication")
+    problems = [problem(name, entry_of(name) | {"answer": payload}) for name in names]
     for name, key in (("bitwise_arithmetic", "problem"), ("simple_integration", "integrand")):
         entry = entry_of(name)
         entry["metadata"][key] = payload

@@ -67,12 +67,8 @@ def test_a_completion_has_no_reward_where_nothing_applies_or_a_component_failed(
         assert grade.correct == grades[0].correct
     recorded = RewardComponent(grader="math", weight=0)
     grade = weighted_grade([recorded, LENGTH], (CORRECT, NOT_APPLICABLE))
-    assert (grade.has_reward, is_ungraded(grade), grade.correct, grade.verdict) == (
-        False,
-        False,
-        True,
-        "correct",
-    )
+    assert (grade.has_reward, is_ungraded(grade)) == (False, False)
+    assert (grade.correct, grade.verdict) == (True, "correct")
 
 
 def test_each_component_grades_every_completion_and_the_first_may_be_the_problems_own():

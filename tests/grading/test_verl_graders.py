@@ -79,32 +79,25 @@ def test_math_dapo_boxed_reads_a_box_if_there_is_no_answer_line():
         assert verdict("math-dapo-boxed", f"\\boxed{{{box}}}", reference) == expected
 
 
-GSM8K = [
-    ("#### 18", "correct", "correct"),
-    ("#### 18 dollars at the farmers' market", "correct", "correct"),
-    ("#### 17\n#### 18", "correct", "correct"),
-    ("#### 18\nThat is 2 per egg", "correct", "wrong"),
-    ("#### 18.", "wrong", "wrong"),  # "18."
-    ("#### 18.0", "wrong", "wrong"),
-    ("#### -18", "wrong", "wrong"),
-    ("#### $18", "malformed", "correct"),
-    ("####18", "malformed", "correct"),
-    ("#### eighteen", "malformed", "malformed"),
-    ("#### ...", "malformed", "malformed"),
-    ("It costs 18 dollars.", "malformed", "correct"),  # the full stop alone is no number
-    ("It costs 18.", "malformed", "wrong"),
-    ("18, I think", "malformed", "wrong"),  # "18,"
-    ("18 or so, I think", "malformed", "malformed"),  # the last match is the comma
-    ("I do not know.", "malformed", "malformed"),
-    ("", "malformed", "malformed"),
-    ("#### 18" + " " * 293, "correct", "correct"),  # 300 characters
-    ("#### 18" + " " * 294, "malformed", "correct"),
-    ("18" + " " * 300, "malformed", "malformed"),
-]
+GSM8K = {
+    # 300 characters are read.
+    ("correct", "correct"): ["#### 18", "#### 18 dollars at the farmers' market", "#### 17\n#### 18",
+                             "#### 18" + " " * 293],
+    ("correct", "wrong"): ["#### 18\nThat is 2 per egg"],
+    ("wrong", "wrong"): ["#### 18.", "#### 18.0", "#### -18"],
+    # A full stop alone is no number.
+    ("malformed", "correct"): ["#### $18", "####18", "It costs 18 dollars.", "#### 18" + " " * 294],
+    ("malformed", "wrong"): ["It costs 18.", "18, I think"],  # "18." and "18,"
+    # The last match of "18 or so, I think" is the comma.
+    ("malformed", "malformed"): ["#### eighteen", "#### ...", "18 or so, I think", "I do not know.", "",
+                                 "18" + " " * 300],
+}  # fmt: skip
 
 
 def test_gsm8k_reads_the_last_hashes_or_the_last_number():
-    assert [(text, verdict("gsm8k", text), verdict("gsm8k-flexible", text)) for text, _, _ in GSM8K] == GSM8K
+    for verdicts, texts in GSM8K.items():
+        for text in texts:
+            assert (verdict("gsm8k", text), verdict("gsm8k-flexible", text)) == verdicts, text
 
 
 def test_a_reference_that_no_answer_can_equal_is_a_grader_error():

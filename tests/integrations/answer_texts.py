@@ -62,9 +62,7 @@ def phrased_answers(references: list[str], seed: int = 0) -> Iterator[tuple[str,
             if choose.random() < 0.1:
                 text = text[: choose.randrange(len(text) + 1)]
             if choose.random() < 0.2:
-                text += choose.choice(
-                    [".", "\n", " ", "\n\nI hope this helps!", " " * 95, " " * 290, "$", "}"]
-                )
+                text += choose.choice([".", "\n", " ", "\n\nI hope so!", " " * 95, " " * 290, "$", "}"])
             yield text, reference
 
 

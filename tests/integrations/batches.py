@@ -7,10 +7,12 @@ case.
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.methods.loss import Columns, LossBatch, PolicyLoss, policy_loss
@@ -24,13 +26,13 @@ SPREADS = {"near": 0.01, "apart": 0.3, "far": 2.0}
 class Batch:
     """B completions of up to T tokens, padded on the right; all tensors are [B, T] float64 except `mask` (bool)."""
 
-    old: torch.Tensor
-    new: torch.Tensor
-    advantages: torch.Tensor
-    mask: torch.Tensor
+    old: Tensor
+    new: Tensor
+    advantages: Tensor
+    mask: Tensor
 
     @property
-    def lengths(self) -> torch.Tensor:
+    def lengths(self) -> Tensor:
         """Return the tokens per completion, int64 [B]."""
         return self.mask.sum(-1)
 
@@ -54,7 +56,7 @@ class Ours:
 
     loss: PolicyLoss
     columns: Columns
-    advantages: torch.Tensor
+    advantages: Tensor
     outputs: LossOutputs
 
     @property
@@ -65,16 +67,10 @@ class Ours:
 
 
 def ours(
-    batch: Batch,
-    bounds: dict[str, Any],
-    weights: torch.Tensor | str,
-    dual_clip: float | None = None,
-    correction: torch.Tensor | None = None,
-    columns: Callable[[PolicyLoss], Columns] | None = None,
-    ref: torch.Tensor | None = None,
-    chosen: torch.Tensor | None = None,
-    **terms: Any,
-) -> Ours:
+    batch: Batch, bounds: dict[str, Any], weights: Tensor | str, dual_clip: float | None = None,
+    correction: Tensor | None = None, columns: Callable[[PolicyLoss], Columns] | None = None,
+    ref: Tensor | None = None, chosen: Tensor | None = None, **terms: Any,
+) -> Ours:  # fmt: skip
     """Return this package's loss and gradient.
 
     Args:
@@ -85,14 +81,13 @@ def ours(
         chosen: the tokens with a policy loss, [tokens]; None for all.
         terms: further settings of the objective.
     """
-    objective = {"dual_clip": dual_clip, **terms} | (
-        {"aggregation": weights} if isinstance(weights, str) else {}
-    )
+    is_name = isinstance(weights, str)
+    objective = {"dual_clip": dual_clip, **terms} | ({"aggregation": weights} if is_name else {})
     config = resolve([{"bounds": bounds, "objective": objective}])
     loss = policy_loss(config.bounds, config.objective)
     old, new, advantages = (tensor[batch.mask] for tensor in (batch.old, batch.new, batch.advantages))
     prepared = columns(loss) if columns else loss.prepare(old, advantages)
-    if isinstance(weights, str):
+    if is_name:
         per_completion = AGGREGATIONS[weights](batch.lengths, batch.mask.shape[1]).double()
         token_weights = per_completion.repeat_interleave(batch.lengths)
     else:
@@ -106,31 +101,25 @@ def ours(
 
 
 def assert_equal(
-    case: str,
-    expected: LossOutputs,
-    loss: torch.Tensor,
-    gradient: torch.Tensor,
-    mask: torch.Tensor,
-    rtol: float = 1e-6,
+    case: str, expected: LossOutputs, loss: Tensor, gradient: Tensor, mask: Tensor, rtol: float = 1e-6
 ) -> None:
     """Assert that a loss and its gradient, [B, T], are those of this package, and that padding has no gradient."""
     assert (gradient[~mask] == 0).all()
     gradient, loss = gradient[mask], loss.detach()
-    loss_difference = ((expected.loss - loss).abs() / loss.abs()).item()
-    gradient_difference = ((expected.gradient - gradient).abs().max() / gradient.abs().max()).item()
-    print(
-        f"{case}: largest relative difference, loss {loss_difference:.1e}, gradient {gradient_difference:.1e}"
-    )
+    of_loss = ((expected.loss - loss).abs() / loss.abs()).item()
+    of_gradient = ((expected.gradient - gradient).abs().max() / gradient.abs().max()).item()
+    print(f"{case}: largest relative difference, loss {of_loss:.1e}, gradient {of_gradient:.1e}")
     torch.testing.assert_close(loss, expected.loss, rtol=rtol, atol=1e-7)
     torch.testing.assert_close(gradient, expected.gradient, rtol=rtol, atol=1e-10)
 
 
+def trl_config(cls: type, folder: Path, **settings: Any) -> Any:
+    """Return GRPOConfig, or a subclass, for this machine."""
+    return cls(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", **settings)
+
+
 def trl_trainer(
-    cls: Any,
-    args: Any,
-    logprobs: torch.Tensor,
-    has_ratios_of_vllm: bool = False,
-    entropies: torch.Tensor | None = None,
+    cls: Any, args: Any, logprobs: Tensor, has_ratios_of_vllm: bool = False, entropies: Tensor | None = None
 ) -> Any:
     """Return a GRPOTrainer with the attributes that `_compute_loss` reads, whose model returns the given log-probs.
 
@@ -144,21 +133,14 @@ def trl_trainer(
         "beta", "importance_sampling_level", "loss_type", "max_completion_length", "off_policy_mask_threshold",
         "top_entropy_quantile",
     )  # fmt: skip
+    entropies = torch.zeros_like(logprobs) if entropies is None else entropies
+    accelerator = SimpleNamespace(num_processes=1, sync_gradients=True)
+    accelerator.gather = accelerator.pad_across_processes = accelerator.reduce = lambda value, *_, **__: value
     attributes = {name: getattr(args, name) for name in copied} | {
         "args": args,
-        "accelerator": SimpleNamespace(
-            num_processes=1,
-            gather=lambda x: x,
-            pad_across_processes=lambda x, dim, pad_index: x,
-            reduce=lambda x, reduction: x,
-            sync_gradients=True,
-        ),
+        "accelerator": accelerator,
         "model": SimpleNamespace(training=True),
-        "_get_per_token_logps_and_entropies": lambda *_, **__: (
-            logprobs,
-            torch.zeros_like(logprobs) if entropies is None else entropies,
-            None,
-        ),
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, entropies, None),
         "_metrics": {"train": defaultdict(list)},
         "_entropy_bonus_enabled": False,
         "aux_loss_enabled": False,

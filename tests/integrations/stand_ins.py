@@ -67,12 +67,9 @@ def partial_package(
 
 def with_parents(modules: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the modules and all packages above them, which are empty."""
-    parents = {
-        name.rsplit(".", count)[0]: {"__path__": []}
-        for name in modules
-        for count in range(1, name.count(".") + 1)
-    }
-    return parents | modules
+    parts = [name.split(".") for name in modules]
+    parents = {".".join(names[:end]) for names in parts for end in range(1, len(names))}
+    return {name: {"__path__": []} for name in parents} | modules
 
 
 BANDS: list[dict[str, Any]] = [

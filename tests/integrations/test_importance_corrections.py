@@ -67,22 +67,6 @@ def theirs(verl: ModuleType, function: str, rule: str, threshold: str | float, s
     return torch.as_tensor(compute(padded(ratios), padded(torch.ones_like(ratios)), rule, threshold)[0])
 
 
-SPREADS = pytest.mark.parametrize("spread", [0.05, 0.5, 3.0])
-
-
-@SPREADS
-@pytest.mark.parametrize(
-    ("rule", "settings", "threshold"),
-    [
-        ("token-truncate", {"importance_cap": 1.5}, 1.5),
-        ("token-mask", {"importance_cap": 1.5, "importance_floor": 0.7}, "0.7_1.5"),  # IcePop
-    ],
-)
-def test_weights_of_tokens(verl, rule, settings, threshold, spread):
-    expected = theirs(verl, "correction_weights", "token", threshold, spread)
-    torch.testing.assert_close(ours(rule, spread, **settings), expected)
-
-
 @pytest.mark.parametrize("spread", [0.05, 0.5])
 def test_the_completions_weight_to_the_power_of_its_length_is_that_of_verl(verl, spread):
     """Its weight of a completion is the product of the ratios; the package's is their geometric mean."""
@@ -91,7 +75,7 @@ def test_the_completions_weight_to_the_power_of_its_length_is_that_of_verl(verl,
     torch.testing.assert_close(weights, expected, rtol=1e-9, atol=0)
 
 
-@SPREADS
+@pytest.mark.parametrize("spread", [0.05, 0.5, 3.0])
 @pytest.mark.parametrize(
     ("rule", "cap", "statistic", "threshold"),
     [

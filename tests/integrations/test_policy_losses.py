@@ -12,23 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from bandpo_cli.exports.from_trainers import Translation
 from bandpo_cli.methods.weights_and_gates import token_covariance
 from bandpo_cli.objective.policy_objective import LossOutputs, entropy_threshold
-from tests.integrations.batches import (
-    SPREADS,
-    Batch,
-    assert_equal,
-    ours,
-    random_batch,
-    trl_inputs,
-    trl_trainer,
-)
+from tests.integrations import batches
+from tests.integrations.batches import SPREADS, Batch, assert_equal, ours, random_batch, trl_config
 from tests.integrations.stand_ins import partial_package
 
 SEEDS = range(2)
-Reference = Callable[[torch.Tensor], torch.Tensor]
+Reference = Callable[[Tensor], Tensor]
 """A function from log-probs [B, T] to the scalar loss."""
 
 
@@ -50,7 +44,7 @@ class ActorConfig(SimpleNamespace):
         return getattr(self, name, default)
 
 
-VerlLoss = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
+VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +66,8 @@ def verl_reference(loss: VerlLoss, batch: Batch, aggregation: str, **config: Any
     actor = ActorConfig(**{"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None} | config)
     actor.global_batch_info = {}
 
-    def reference(logprobs: torch.Tensor) -> torch.Tensor:
-        value, _ = loss(batch.old, logprobs, batch.advantages, batch.mask.double(), aggregation, actor)
-        return value
-
-    return reference
-
-
-def interval(low: float, high: float) -> dict[str, float]:
-    return {"clip_ratio_low": low, "clip_ratio_high": high}
+    mask = batch.mask.double()
+    return lambda logprobs: loss(batch.old, logprobs, batch.advantages, mask, aggregation, actor)[0]
 
 
 # test_verl_export.py compares the other losses of verl, with the settings of an exported folder.
@@ -102,12 +89,8 @@ def test_verl_kl_cov(share, spread, verl_losses):
     for seed in SEEDS:
         batch = random_batch(seed, SPREADS[spread])
         covariance = token_covariance(batch.new[batch.mask], batch.advantages[batch.mask])
-        found = ours(
-            batch,
-            settings,
-            "token-mean",
-            columns=lambda loss, by=covariance: {"penalized": loss.settings.choose(by)},
-        ).outputs
+        penalized = lambda loss, by=covariance: {"penalized": loss.settings.choose(by)}  # noqa: E731
+        found = ours(batch, settings, "token-mean", columns=penalized).outputs
         reference = verl_reference(verl_losses["kl_cov"], batch, "token-mean", **config)
         compare(f"verl kl_cov, share {share:g}, {spread}", found, batch, reference)
 
@@ -118,19 +101,16 @@ def test_verl_clip_cov(eps, spread, verl_losses):
     """With a share of 1 all tokens in the range are chosen; which of them a smaller share has is random in both."""
     settings = {"method": "clip-cov", "share": 1.0, "cov_low": 0.2, "cov_high": 3.0}
     settings |= {"eps_low": eps[0], "eps_high": eps[1]}
-    config = covariance_config(clip_cov_ratio=1.0, clip_cov_lb=0.2, clip_cov_ub=3.0) | interval(*eps)
+    config = covariance_config(clip_cov_ratio=1.0, clip_cov_lb=0.2, clip_cov_ub=3.0)
+    config |= {"clip_ratio_low": eps[0], "clip_ratio_high": eps[1]}
     for seed in SEEDS:
         batch = random_batch(seed, SPREADS[spread])
         new, old, advantages = (t[batch.mask] for t in (batch.new, batch.old, batch.advantages))
         ratios = (new - old).exp()
         clipped = torch.where(advantages > 0, ratios > 1 + eps[1], (ratios < 1 - eps[0]) & (advantages < 0))
         covariance = token_covariance(new, advantages).masked_fill(clipped, -torch.inf)
-        found = ours(
-            batch,
-            settings,
-            "token-mean",
-            columns=lambda loss, by=covariance: {"kept": loss.settings.choose(by)},
-        ).outputs
+        kept = lambda loss, by=covariance: {"kept": loss.settings.choose(by)}  # noqa: E731
+        found = ours(batch, settings, "token-mean", columns=kept).outputs
         assert (found.gradient_weights == 0).any()
         reference = verl_reference(verl_losses["clip_cov"], batch, "token-mean", **config)
         compare(f"verl clip_cov, ε {eps}, {spread}", found, batch, reference)
@@ -182,57 +162,51 @@ TRL: dict[str, dict[str, Any]] = {
 """TRL's settings, whose translation (`bandpo configs --from trl`) has the same loss."""
 
 
+def trl_reference(args: Any, batch: Batch, entropies: Tensor | None = None, **inputs: Tensor) -> Reference:
+    """Return TRL's loss as a function of the log-probs."""
+    from trl import GRPOTrainer
+
+    def reference(logprobs: Tensor) -> Tensor:
+        trainer = batches.trl_trainer(GRPOTrainer, args, logprobs, entropies=entropies)
+        return torch.as_tensor(trainer._compute_loss(None, batches.trl_inputs(batch) | inputs))
+
+    return reference
+
+
+def reference_logprobs(batch: Batch) -> Tensor:
+    """Return log-probs under a reference model, [B, T]."""
+    return batch.old + 0.3 * torch.sin(torch.arange(batch.old.numel()).reshape(batch.old.shape))
+
+
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("case", TRL)
 def test_trl(case, spread, tmp_path):
     trl = pytest.importorskip("trl")
     settings = TRL[case]
     translated = Translation("trl", {"num_processes": 1} | settings).layer()
-    bounds, objective = translated["bounds"], translated["objective"]
-    aggregation, dual_clip = (
-        objective.get("aggregation", "seq-mean-token-mean"),
-        objective.get("dual_clip", 10.0),
-    )
-    args = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **settings)
+    objective = {"aggregation": "seq-mean-token-mean", "dual_clip": 10.0} | translated["objective"]
+    args = trl_config(trl.GRPOConfig, tmp_path, **settings)
     for seed in SEEDS:
         batch = random_batch(seed, SPREADS[spread])
-        found = ours(batch, bounds, aggregation, dual_clip).outputs
-
-        def reference(logprobs: torch.Tensor, batch: Batch = batch) -> torch.Tensor:
-            trainer = trl_trainer(trl.GRPOTrainer, args, logprobs)
-            return torch.as_tensor(trainer._compute_loss(None, trl_inputs(batch)))
-
-        compare(f"TRL {case}, {spread}", found, batch, reference)
+        found = ours(batch, translated["bounds"], objective["aggregation"], objective["dual_clip"]).outputs
+        compare(f"TRL {case}, {spread}", found, batch, trl_reference(args, batch))
 
 
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("kl", [False, True])
 def test_trl_off_policy_mask_and_unbiased_penalty(kl, spread, tmp_path):
     trl = pytest.importorskip("trl")
-    settings = {
-        "off_policy_mask_threshold": 0.1,
-        "use_bias_correction_kl": kl,
-        "beta": 0.3,
-        "loss_type": "grpo",
-    }
-    args = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **settings)
-    terms = {
-        "off_policy_mask": 0.1,
-        "reference_kl": 0.3,
-        "reference_kl_estimator": "unbiased" if kl else "k3",
-    }
+    settings = {"off_policy_mask_threshold": 0.1, "use_bias_correction_kl": kl, "loss_type": "grpo"}
+    args = trl_config(trl.GRPOConfig, tmp_path, beta=0.3, **settings)
+    estimator = "unbiased" if kl else "k3"
+    terms = {"off_policy_mask": 0.1, "reference_kl": 0.3, "reference_kl_estimator": estimator}
     dropped = []
     for seed in SEEDS:
         batch = random_batch(seed, SPREADS[spread])
-        ref = batch.old + 0.3 * torch.sin(torch.arange(batch.old.numel()).reshape(batch.old.shape))
+        ref = reference_logprobs(batch)
         found = ours(batch, {"method": "clip"}, "seq-mean-token-mean", None, ref=ref, **terms).outputs
         dropped.append((found.gradient_weights == 0).any())
-
-        def reference(logprobs: torch.Tensor, batch: Batch = batch, ref: torch.Tensor = ref) -> torch.Tensor:
-            trainer = trl_trainer(trl.GRPOTrainer, args, logprobs)
-            inputs = trl_inputs(batch) | {"ref_per_token_logps": ref}
-            return torch.as_tensor(trainer._compute_loss(None, inputs))
-
+        reference = trl_reference(args, batch, ref_per_token_logps=ref)
         compare(f"TRL off-policy mask, unbiased {kl}, {spread}", found, batch, reference)
     assert spread == "near" or any(dropped)
 
@@ -244,32 +218,16 @@ def test_trl_top_entropy(beta, share, tmp_path):
     trl = pytest.importorskip("trl")
     translated = Translation("trl", {"num_processes": 1, "top_entropy_quantile": share}).layer()
     assert translated["objective"]["top_entropy"] == share
-    settings = {
-        "top_entropy_quantile": share,
-        "beta": beta,
-        "loss_type": "dapo",
-        "use_bias_correction_kl": False,
-    }
-    args = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **settings)
+    settings = {"top_entropy_quantile": share, "loss_type": "dapo", "use_bias_correction_kl": False}
+    args = trl_config(trl.GRPOConfig, tmp_path, beta=beta, **settings)
     for seed in SEEDS:
         batch = random_batch(seed, SPREADS["apart"])
         noise = torch.rand(batch.new.shape, generator=torch.Generator().manual_seed(seed))
         entropies = (-batch.new * noise).float().double()  # TRL rounds the quantile to float32
-        ref = batch.old + 0.3 * torch.sin(torch.arange(batch.old.numel()).reshape(batch.old.shape))
-        chosen = entropies[batch.mask] >= entropy_threshold(entropies[batch.mask], share)
-        found = ours(
-            batch, {"method": "clip"}, "token-mean", None, ref=ref, reference_kl=beta, chosen=chosen
-        ).outputs
+        ref = reference_logprobs(batch)
+        terms = {"chosen": entropies[batch.mask] >= entropy_threshold(entropies[batch.mask], share)}
+        terms |= {"ref": ref, "reference_kl": beta}
+        found = ours(batch, {"method": "clip"}, "token-mean", **terms).outputs
         assert (found.gradient_weights == 0).any()
-
-        def reference(
-            logprobs: torch.Tensor,
-            batch: Batch = batch,
-            entropies: torch.Tensor = entropies,
-            ref: torch.Tensor = ref,
-        ) -> torch.Tensor:
-            trainer = trl_trainer(trl.GRPOTrainer, args, logprobs, entropies=entropies)
-            inputs = trl_inputs(batch) | {"ref_per_token_logps": ref}
-            return torch.as_tensor(trainer._compute_loss(None, inputs))
-
+        reference = trl_reference(args, batch, entropies, ref_per_token_logps=ref)
         compare(f"TRL top entropy {share}, β {beta}", found, batch, reference)

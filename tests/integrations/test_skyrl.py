@@ -33,30 +33,24 @@ def skyrl() -> Iterator[ModuleType]:
 @pytest.fixture
 def registered(skyrl: ModuleType) -> Iterator[Callable[..., Callable[..., Any]]]:
     """Return a function that registers the Band with settings, and returns what SkyRL's workers get."""
-    names: list[str] = []
 
     def register(**settings: Any) -> Callable[..., Any]:
         skyrl.register(**settings)
-        names.append("band")
-        loss: Callable[..., Any] = skyrl.PolicyLossRegistry.get("band")
-        return loss
+        return skyrl.PolicyLossRegistry.get("band")
 
     yield register
-    for name in names:
-        skyrl.PolicyLossRegistry.unregister(name)
+    skyrl.PolicyLossRegistry.unregister("band")
 
 
 def algorithm(importance_cap: float | None = None) -> SimpleNamespace:
     """Return SkyRL's settings; with a cap, importance ratios of the sampling engine truncated per token."""
-    unset = (
+    correction = SimpleNamespace(**dict.fromkeys([
         "sequence_tis_ratio_clip_high", "sequence_mask_metric", "geo_mask_low", "geo_mask_high", "product_mask_low",
         "product_mask_high", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
         "token_mask_is_threshold_low", "token_mask_is_threshold_high",
-    )  # fmt: skip
-    ratio_type = "token" if importance_cap else None
-    correction = SimpleNamespace(
-        tis_ratio_type=ratio_type, token_tis_ratio_clip_high=importance_cap, **dict.fromkeys(unset)
-    )
+    ]))  # fmt: skip
+    correction.tis_ratio_type = "token" if importance_cap else None
+    correction.token_tis_ratio_clip_high = importance_cap
     return SimpleNamespace(policy_loss_type="band", off_policy_correction=correction)
 
 
@@ -101,19 +95,14 @@ def test_without_a_mask_all_tokens_count(registered):
     assert without[1] == pytest.approx(with_ones[1])
 
 
-def test_two_registrations_are_refused(registered):
-    registered()
+def test_invalid_settings_and_a_second_registration_are_refused(registered):
+    with pytest.raises(ConfigError, match="max_ratio must be a number > 1"):
+        registered(max_ratio=0.5)
+    with pytest.raises(ConfigError, match="did you mean 'kl'"):
+        registered(divergence="kll")
+    registered()  # nothing was registered above
     with pytest.raises(ValueError, match="'band' already registered"):
         registered()
-
-
-def test_invalid_settings_are_refused_when_registering(skyrl):
-    with pytest.raises(ConfigError, match="max_ratio must be a number > 1"):
-        skyrl.register(max_ratio=0.5)
-    with pytest.raises(ConfigError, match="did you mean 'kl'"):
-        skyrl.register(divergence="kll")
-    skyrl.register()  # nothing was registered above
-    skyrl.PolicyLossRegistry.unregister("band")
 
 
 def test_the_registered_function_reaches_a_worker(registered):

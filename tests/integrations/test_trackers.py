@@ -49,19 +49,11 @@ def _local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (utils, sqlite_storage):
         monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
     monkeypatch.setattr(utils, "ARTIFACTS_DIR", tmp_path / "trackio" / "artifacts")
-    for name, value in (
-        ("WANDB_MODE", "offline"),
-        ("TRACKIO_DIR", f"{tmp_path}/trackio"),
-        ("HOME", f"{tmp_path}"),
-    ):
-        monkeypatch.setenv(name, value)
-    for name in (
-        "WANDB_API_KEY",
-        "WANDB_PROJECT",
-        "MLFLOW_TRACKING_URI",
-        "TRACKIO_SPACE_ID",
-        "TRACKIO_SERVER_URL",
-    ):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", f"{tmp_path}/trackio")
+    monkeypatch.setenv("HOME", f"{tmp_path}")
+    unset = "WANDB_API_KEY WANDB_PROJECT MLFLOW_TRACKING_URI TRACKIO_SPACE_ID TRACKIO_SERVER_URL"
+    for name in unset.split():
         monkeypatch.delenv(name, raising=False)
 
 
@@ -87,13 +79,15 @@ def wandb_records(folder: Path) -> Iterator[Any]:
             yield Record.FromString(data)
 
 
+def row_of(history: Any) -> dict[str, str]:
+    """Return the values of a record of the history, as JSON."""
+    return {item.nested_key[0] if item.nested_key else item.key: item.value_json for item in history.item}
+
+
 def wandb_values(folder: Path) -> Values:
     values: Values = Counter()
     for record in wandb_records(folder):
-        row = {
-            item.nested_key[0] if item.nested_key else item.key: item.value_json
-            for item in record.history.item
-        }
+        row = row_of(record.history)
         values.update((name, int(row["_step"]), float(text)) for name, text in row.items() if name[0] != "_")
     return values
 
@@ -109,21 +103,15 @@ def trackio_rows(project: str = "bandpo") -> list[dict[str, Any]]:
 
 
 def trackio_values(name: str) -> Values:
-    rows = [row for row in trackio_rows() if row["run_name"] == name]
-    return Counter(
-        (key, row["step"], value) for row in rows for key, value in json.loads(row["metrics"]).items()
-    )
+    rows = [(row["step"], json.loads(row["metrics"])) for row in trackio_rows() if row["run_name"] == name]
+    return Counter((key, step, value) for step, row in rows for key, value in row.items())
 
 
 def mlflow_values(folder: Path) -> Values:
     client = client_of(tracking_store(TrackingConfig(), folder.parent, {}).uri)
     run_id = read_places(folder, "mlflow")[0].remote_id.rpartition("/")[2]
-    names = client.get_run(run_id).data.metrics
-    return Counter(
-        (name, metric.step, metric.value)
-        for name in names
-        for metric in client.get_metric_history(run_id, name)
-    )
+    histories = [client.get_metric_history(run_id, name) for name in client.get_run(run_id).data.metrics]
+    return Counter((metric.key, metric.step, metric.value) for history in histories for metric in history)
 
 
 def expected(folder: Path) -> Values:
@@ -157,9 +145,8 @@ def test_a_run_that_is_killed_and_resumed_has_equal_metrics_at_all_trackers(tmp_
         wait_for(lambda: [*folder.glob("checkpoints/step-*[2-9]")] and [*folder.glob("wandb/offline-run-*")])
         process.send_signal(signal.SIGKILL)
     steps = str(1 + RunFolder(folder).read_metrics()[-1]["step"])
-    resumed = subprocess.run(
-        [*command, "--resume", "first", "--steps", steps], capture_output=True, text=True
-    )
+    command += ["--resume", "first", "--steps", steps]
+    resumed = subprocess.run(command, capture_output=True, text=True)
     assert resumed.returncode == 0, resumed.stderr
     assert "warning" not in resumed.stderr
     assert f"wandb sync {folder}/wandb/offline-run-" in resumed.stdout
@@ -169,9 +156,7 @@ def test_a_run_that_is_killed_and_resumed_has_equal_metrics_at_all_trackers(tmp_
     assert names_and_values(mlflow_values(folder)) == record
     again = sync(["first"], runs_dir=runs)
     assert [report.tracker for report in again] == ["mlflow", "wandb", "trackio"]
-    assert [report.result and (report.result.metrics.new, report.result.files) for report in again] == [
-        (0, 0)
-    ] * 3
+    assert [(report.result.metrics.new, report.result.files) for report in again] == [(0, 0)] * 3
 
 
 @pytest.mark.slow
@@ -198,17 +183,14 @@ def test_settings_summary_files_and_times_are_where_a_user_looks_first(run):
     assert (started.project, started.run_group, started.job_type) == ("bandpo", "runs", "train")
     assert (settings["optim"], settings["tracking"]) == ({"lr": 0.1}, {"uri": "http://***@host"})
     assert settings["environment"] == {"versions": {"python": "3.11"}}
-    summary = {
-        item.key: item.value_json for record in wandb_records(run.path) for item in record.summary.update
-    }
+    updates = [record.summary.update for record in wandb_records(run.path)]
+    summary = {item.key: item.value_json for update in updates for item in update}
     assert summary["status"] == '"KILLED"'
     assert json.loads(summary["last_eval"]) == {"step": 3}
     files = {item.path for record in wandb_records(run.path) for item in record.files.files}
     assert {"config.yaml", "metrics.jsonl", "summary.json", "samples/step-000010.parquet"} <= files
     assert records["exit"].exit.exit_code == 255
-    times = [json.loads(item.value_json) for item in records["history"].history.item if item.key == "_timestamp"
-             or item.nested_key == ["_timestamp"]]  # fmt: skip
-    assert times == [1e9]
+    assert float(row_of(records["history"].history)["_timestamp"]) == 1e9
 
 
 @pytest.mark.slow
@@ -229,8 +211,7 @@ def test_the_report_of_a_sweep_is_a_run_of_its_group_and_a_resume_adds_a_point(t
     records = [*wandb_records(folder)]
     started = next(record.run for record in records if record.run.run_id)
     assert (started.run_group, started.job_type) == ("deltas", "sweep")
-    (point,) = [record.history for record in records if record.history.item]
-    logged = {item.nested_key[0] if item.nested_key else item.key: item.value_json for item in point.item}
+    (logged,) = [row_of(record.history) for record in records if record.history.item]
     assert (logged["sweep/kl 0.05/accuracy"], logged["_step"]) == ("0.75", "4")
     assert any(name.startswith("report") for name in logged)
 
@@ -244,9 +225,8 @@ def test_wandb_without_a_login_is_one_warning(run, monkeypatch, caplog, capfd):
     tracker.start(RunInfo(run.path, {}, {}, 3, 0, (), None))
     tracker.end(RunResult(run.path, "FINISHED", []))
     (message,) = [record.message for record in caplog.records if record.name == "bandpo_cli"]
-    assert message.startswith(
-        "W&B has no API key; type wandb login or set WANDB_API_KEY, or WANDB_MODE=offline"
-    )
+    advice = "W&B has no API key; type wandb login or set WANDB_API_KEY, or WANDB_MODE=offline"
+    assert message.startswith(advice)
     assert f"bandpo sync first --runs-dir {run.path.parent}" in message
     assert capfd.readouterr() == ("", "")
     wandb.teardown()
@@ -269,12 +249,8 @@ def test_an_online_run_continues_after_the_last_step_that_the_server_has(run, mo
 
     wandb.teardown()
     with closing(WandbServer()) as server:
-        for name, value in (
-            ("WANDB_MODE", "online"),
-            ("WANDB_API_KEY", "0" * 40),
-            ("WANDB_BASE_URL", server.url),
-        ):
-            monkeypatch.setenv(name, value)
+        for name, value in (("MODE", "online"), ("API_KEY", "0" * 40), ("BASE_URL", server.url)):
+            monkeypatch.setenv(f"WANDB_{name}", value)
         with subprocess.Popen([sys.executable, "-c", TRAINING, str(run.path)]) as process:
             wait_for(lambda: sent_step(run.path, "wandb") == 3)
             wait_for(lambda: len(server.history) >= uploaded)
@@ -284,9 +260,8 @@ def test_an_online_run_continues_after_the_last_step_that_the_server_has(run, mo
             run.append_metrics({"step": step, "train/reward": step / 4})
         sent = RunSender("wandb", run.path).send("FINISHED").metrics
         assert (sent.new, sent.there) == (10 - 2 * uploaded, 2 * uploaded)
-        assert [(row["_step"], row["train/reward"]) for row in server.history] == [
-            (step, step / 4) for step in range(1, 6)
-        ]
+        stored = {row["_step"]: row["train/reward"] for row in server.history}
+        assert stored == {step: step / 4 for step in range(1, 6)}
         assert server.exit_code == 0
         assert {"config.yaml", "metrics.jsonl", "samples/step-000010.parquet"} <= server.files
     wandb.teardown()

@@ -13,20 +13,14 @@ from transformers import HfArgumentParser
 from bandpo_cli.methods.settings import BandSettings
 from bandpo_cli.settings_validation import trainer_keys
 from tests.exports.test_from_trainers import BATCHES
+from tests.integrations.batches import trl_config
 
 REPEATED = {"num_iterations": 2}
 """Two optimizer steps per batch, so that the ratio differs from 1."""
 
 
-@pytest.fixture(scope="module")
-def band() -> ModuleType:
-    """Return `bandpo_cli.integrations.trl`."""
-    pytest.importorskip("trl")
-    return importlib.import_module("bandpo_cli.integrations.trl")
-
-
 def config(band: ModuleType, folder: Path, **settings: Any) -> Any:
-    return band.BandGRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", **settings)
+    return trl_config(band.BandGRPOConfig, folder, **settings)
 
 
 def test_defaults_are_those_of_the_runner_and_settings_are_flags(band, tmp_path):
@@ -56,10 +50,9 @@ def test_defaults_are_those_of_the_runner_and_settings_are_flags(band, tmp_path)
         ({"delta": 4.0, "band_max_ratio": None}, r"delta=4\.0.*band_max_ratio \(now None\)"),
     ],
 )
-def test_settings_that_exclude_the_band_are_refused_in_one_line(band, tmp_path, settings, message):
-    with pytest.raises(band.ConfigError, match=message) as error:
+def test_settings_that_exclude_the_band_are_refused(band, tmp_path, settings, message):
+    with pytest.raises(band.ConfigError, match=message):
         config(band, tmp_path, **REPEATED | settings)
-    assert "\n" not in str(error.value)
 
 
 def test_clipped_losses_and_a_wide_delta_are_accepted(band, tmp_path):
@@ -94,9 +87,7 @@ def test_an_older_trl_is_refused(band, monkeypatch):
 
 
 def test_another_config_is_refused(band, tmp_path):
-    plain = importlib.import_module("trl").GRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"
-    )
+    plain = trl_config(importlib.import_module("trl").GRPOConfig, tmp_path)
     for args, kind in ((plain, "not GRPOConfig"), (None, "not NoneType")):
         with pytest.raises(band.ConfigError, match=f"needs args=BandGRPOConfig.*{kind}"):
             band.BandGRPOTrainer("model", [], args)
@@ -109,8 +100,7 @@ def test_translated_batches_are_those_of_grpo_config(given, prompts, updates, tm
     processes = given.get("num_processes", 1)
     own = {key: value for key, value in given.items() if key != "num_processes"}
     rows = own.pop("per_device_train_batch_size", 8) * processes
-    common = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none"}
-    args = trl.GRPOConfig(**common, **own, per_device_train_batch_size=rows)
+    args = trl_config(trl.GRPOConfig, tmp_path, **own, per_device_train_batch_size=rows)
     micro_steps = args.steps_per_generation * args.num_iterations
     batches_per_update = max(1, args.gradient_accumulation_steps // micro_steps)
     assert prompts == args.generation_batch_size * batches_per_update // args.num_generations
@@ -121,18 +111,9 @@ def test_every_argument_of_trl_has_a_row_with_its_default():
     trl = pytest.importorskip("trl")
     script = importlib.import_module("trl.scripts.grpo")
     rows = trainer_keys("trl")
-    fields = [
-        field
-        for cls in (trl.GRPOConfig, trl.ModelConfig, script.GRPOScriptArguments)
-        for field in dataclasses.fields(cls)
-    ]
-    assert {field.name for field in fields} - rows.keys() == set()
-    ours = {"lora_target_modules"}  # peft's, for most architectures
-    differing = {
-        field.name: field.default
-        for field in fields
-        if field.name not in ours
-        and "default" in rows[field.name]
-        and rows[field.name]["default"] != getattr(field.default, "value", field.default)
-    }
-    assert differing == {}
+    classes = (trl.GRPOConfig, trl.ModelConfig, script.GRPOScriptArguments)
+    defaults = {field.name: field.default for cls in classes for field in dataclasses.fields(cls)}
+    assert defaults.keys() - rows.keys() == set()
+    del defaults["lora_target_modules"]  # peft's, for most architectures
+    ours = {name: rows[name]["default"] for name in defaults if "default" in rows[name]}
+    assert ours == {name: getattr(defaults[name], "value", defaults[name]) for name in ours}

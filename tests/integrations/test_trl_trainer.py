@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,29 +15,13 @@ from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.objective import advantages as estimators
 from bandpo_cli.objective.advantages import STD_EPS, batch_advantages, rloo_advantages
 from bandpo_cli.tasks.task import build_task
-from tests.integrations.batches import (
-    SPREADS,
-    Batch,
-    assert_equal,
-    ours,
-    random_batch,
-    trl_inputs,
-    trl_trainer,
-)
+from tests.integrations import batches
+from tests.integrations.batches import SPREADS, Batch, assert_equal, ours, random_batch, trl_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 UPDATES_PER_BATCH = {"steps_per_generation": 2, "num_iterations": 2}
 """A batch of completions is used for 4 optimizer steps, of half of its completions each."""
-
-
-@pytest.fixture(scope="module")
-def band() -> ModuleType:
-    """Return the module under test."""
-    pytest.importorskip("trl")
-    import bandpo_cli.integrations.trl
-
-    return bandpo_cli.integrations.trl
 
 
 @dataclass
@@ -54,10 +37,7 @@ class Run:
 
 
 def train(trainer: type, config: type, folder: Path, steps: int, **settings: Any) -> Run:
-    """Train the bundled model on countdown from one seed.
-
-    `settings` may have `peft_config` for the trainer, and `more_rewards`, further reward functions.
-    """
+    """Train the bundled model on countdown from one seed; `settings` may have `peft_config` and `more_rewards`."""
     from datasets import Dataset
 
     problems = {problem.prompt: problem for problem in build_task(RunConfig().task).train_problems()[:32]}
@@ -65,21 +45,18 @@ def train(trainer: type, config: type, folder: Path, steps: int, **settings: Any
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         return [grade_countdown(problems[p], c).reward for p, c in zip(prompts, completions, strict=True)]
 
-    peft_config = settings.pop("peft_config", None)
     common = {
-        "output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no",
-        "disable_tqdm": True, "dataloader_pin_memory": False, "gradient_checkpointing": False, "seed": 3,
-        "max_steps": steps, "logging_steps": 1, "per_device_train_batch_size": 32, "num_generations": 8,
+        "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False, "gradient_checkpointing": False,
+        "seed": 3, "max_steps": steps, "logging_steps": 1, "per_device_train_batch_size": 32, "num_generations": 8,
         "gradient_accumulation_steps": 1, "max_completion_length": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
         "learning_rate": 1e-3, "lr_scheduler_type": "constant",
     }  # fmt: skip
-    more_rewards = settings.pop("more_rewards", [])
     run = trainer(
         model=str(embedded_model_path()),
-        reward_funcs=[reward, *more_rewards],
-        args=config(**common | UPDATES_PER_BATCH | settings),
+        peft_config=settings.pop("peft_config", None),
+        reward_funcs=[reward, *settings.pop("more_rewards", [])],
+        args=trl_config(config, folder, **common | UPDATES_PER_BATCH | settings),
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in problems]),
-        peft_config=peft_config,
     )
     run.train()
     return Run(run, torch.cat([weight.detach().reshape(-1) for weight in run.model.parameters()]))
@@ -151,9 +128,8 @@ def test_a_lora_adapter_is_trained(band, tmp_path):
     """Three optimizer steps change the adapter and leave the model's own weights as they are."""
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    run = train(
-        band.BandGRPOTrainer, band.BandGRPOConfig, tmp_path, steps=3, peft_config=lora, learning_rate=5e-2
-    )
+    settings = {"peft_config": lora, "learning_rate": 5e-2}
+    run = train(band.BandGRPOTrainer, band.BandGRPOConfig, tmp_path, steps=3, **settings)
     from transformers import AutoModelForCausalLM
 
     named = dict(run.trainer.model.named_parameters())
@@ -202,18 +178,15 @@ def test_loss_and_gradient_are_those_of_the_runner(band, tmp_path, case, loss_ty
     sampler = torch.rand(batch.mask.shape, generator=generator, dtype=torch.float64) + 0.5
     weights = sampler if case == "importance ratios of vLLM" else None
     logprobs = batch.new.clone().requires_grad_()
-    args = band.BandGRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", num_iterations=2,
-        max_completion_length=MAX_TOKENS, delta=dual_clip, gradient_accumulation_steps=ACCUMULATION, **theirs,
-    )  # fmt: skip
-    trainer = trl_trainer(band.BandGRPOTrainer, args, logprobs, has_ratios_of_vllm=weights is not None)
-    loss = trainer._compute_loss(None, trl_inputs(batch) | {"importance_sampling_ratio": weights})
+    theirs |= {"max_completion_length": MAX_TOKENS, "gradient_accumulation_steps": ACCUMULATION}
+    args = trl_config(band.BandGRPOConfig, tmp_path, num_iterations=2, delta=dual_clip, **theirs)
+    trainer = batches.trl_trainer(band.BandGRPOTrainer, args, logprobs, weights is not None)
+    loss = trainer._compute_loss(None, batches.trl_inputs(batch) | {"importance_sampling_ratio": weights})
     assert (trainer.epsilon_low, trainer.epsilon_high) == (0.2, 0.2)
     (gradient,) = torch.autograd.grad(loss, logprobs)
 
-    expected = ours(
-        batch, {"method": "band", **bounds}, token_weights(loss_type, batch), dual_clip, correction=weights
-    ).outputs
+    bounds["method"] = "band"
+    expected = ours(batch, bounds, token_weights(loss_type, batch), dual_clip, correction=weights).outputs
     assert_equal(f"TRL {case}, {loss_type}", expected, loss, gradient, batch.mask)
     assert (expected.gradient_weights[batch.advantages[batch.mask] != 0] == 0).any()
 
@@ -237,10 +210,8 @@ def test_estimators_equal_those_of_trl(tmp_path):
         (rloo_advantages, trl.RLOOTrainer, trl.RLOOConfig, {"beta": 0.0}),
     ):
         logs = train(trainer, config, tmp_path, steps=1, **settings).trainer._logs
-        rewards, theirs = (
-            torch.tensor(values).double().reshape(-1, 8)
-            for values in (*logs["rewards"].values(), logs["advantages"])
-        )
+        columns = (*logs["rewards"].values(), logs["advantages"])
+        rewards, theirs = (torch.tensor(column).double().reshape(-1, 8) for column in columns)
         assert 0 < rewards.mean() < 1
         found = estimator(rewards, torch.ones_like(rewards, dtype=torch.bool))
         if estimator is batch_advantages:
@@ -262,13 +233,10 @@ def test_gdpo_equals_that_of_trl(tmp_path, monkeypatch):
     weights = [1.0, 0.3, 2.0]
     settings = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": weights}
     run = train(trl.GRPOTrainer, trl.GRPOConfig, tmp_path, 1, more_rewards=[brief, constant], **settings)
-    logs = run.trainer._logs
-    values = [
-        torch.tensor([*column], dtype=torch.float64).reshape(-1, 8) for column in logs["rewards"].values()
-    ]
+    columns = (*run.trainer._logs["rewards"].values(), run.trainer._logs["advantages"])
+    *values, theirs = (torch.tensor([*column], dtype=torch.float64).reshape(-1, 8) for column in columns)
     assert values[1].isnan().any()
     rewards = values[0]
     found = estimators.gdpo_advantages(rewards, ~rewards.isnan(), [*zip(weights, values, strict=True)])
-    theirs = torch.tensor([*logs["advantages"]], dtype=torch.float64).reshape(-1, 8)
     assert theirs.std() > 0.9
     torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)

@@ -74,11 +74,9 @@ def test_the_table_of_verls_keys_has_verls_defaults(compose):
     config = importlib.import_module("hydra").compose("ppo_trainer")
     select = importlib.import_module("omegaconf").OmegaConf.select
     added = ("policy_loss.divergence", "policy_loss.delta", "policy_loss.max_ratio", "penalty_factor")
-    rows = {
-        key: row for key, row in trainer_keys("verl").items() if "default" in row and not key.endswith(added)
-    }
-    found = {key: select(config, key) for key in rows}
-    assert {key: value for key, value in found.items() if value != rows[key]["default"]} == {}
+    rows = {key: row["default"] for key, row in trainer_keys("verl").items() if "default" in row}
+    rows = {key: value for key, value in rows.items() if not key.endswith(added)}
+    assert {key: select(config, key) for key in rows} == rows
 
 
 METHODS = "atr band-chi2 band-kl-relaxed cispo clip clip-higher dppo-kl dppo-tv gmpo gspo none sapo"
@@ -122,6 +120,11 @@ def test_all_methods_that_verl_has_are_compared():
     assert compared == set(LOSSES) - {"clip-cov", "kl-cov"}
 
 
+def with_model(config: RunConfig, **settings: Any) -> RunConfig:
+    """Return the configuration with other settings of the model."""
+    return config.model_copy(update={"model": config.model.model_copy(update=settings)})
+
+
 STUB = [
     Problem(f"q{index}", (Message("user", f"What is {index}+1?"),), str(index + 1), "stub", "number")
     for index in range(512)
@@ -138,7 +141,7 @@ def test_shipped_configurations_pass_verls_checks(names, tmp_path, compose, monk
     if config.task.name != "countdown":
         module = importlib.import_module("bandpo_cli.experiments.plan")
         monkeypatch.setattr(module, "build_task", lambda settings: task)
-        config = config.model_copy(update={"model": config.model.model_copy(update={"prompts": "chat"})})
+        config = with_model(config, prompts="chat")
     export_verl(config, tmp_path / "job", nodes=2, gpus_per_node=8, allow_differences=True)
     composed = compose(tmp_path / "job")
     validate(composed)
@@ -183,27 +186,22 @@ def chat_data(folder: Path) -> RunConfig:
     rows = [{"question": f"What is {index}+{index}?", "answer": str(2 * index)} for index in range(64)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     save_text_model(folder / "model", [row["question"] for row in rows], layers=1)
-    task = {
-        "name": "data",
-        "train": str(folder / "rows.jsonl"),
-        "system": "Be brief.",
-        "heldout_fraction": 0.2,
-    }
-    own = {"task": task, "model": {"path": str(folder / "model")}, "sampling": {"max_prompt_tokens": 1024}}
-    return resolve([{key: value for key, value in SMALL.items() if key != "task"}, own])
+    task = {"name": "data", "train": str(folder / "rows.jsonl"), "system": "Be brief."}
+    own = {"task": {**task, "heldout_fraction": 0.2}, "model": {"path": str(folder / "model")}}
+    plain = {key: value for key, value in SMALL.items() if key != "task"}
+    return resolve([plain, own, {"sampling": {"max_prompt_tokens": 1024}}])
 
 
 @pytest.mark.parametrize("kind", ["countdown", "chat", "thinking", "raw"])
 def test_prompts_have_the_token_ids_of_a_run(kind, tmp_path, compose):
     """verl's data set reads the file, its length filter keeps every prompt, and its agent loop makes the tokens."""
     config = small() if kind == "countdown" else chat_data(tmp_path)
-    if kind == "raw":
-        config = config.model_copy(update={"model": config.model.model_copy(update={"prompts": "raw"})})
     arguments = {"enable_thinking": False} if kind == "thinking" else None
-    if arguments is not None:
+    if kind == "raw":
+        config = with_model(config, prompts="raw")
+    if kind == "thinking":
         (tmp_path / "model" / "chat_template.jinja").write_text(THINKING, encoding="utf-8")
-        model = config.model.model_copy(update={"chat_template_kwargs": arguments})
-        config = config.model_copy(update={"model": model})
+        config = with_model(config, chat_template_kwargs=arguments)
     exported = export_verl(config, tmp_path / "job", gpus_per_node=1)
     composed = compose(tmp_path / "job")
     model = dataclass_of(composed.actor_rollout_ref.model)
@@ -245,12 +243,10 @@ def test_rewards_of_verls_manager_are_those_of_a_run(buffer, tmp_path, compose):
     async def score(row: Any, text: str) -> tuple[dict[str, Any], int]:
         ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         padded = torch.tensor([ids + [tokenizer.pad_token_id] * (12 - len(ids))])
+        keys = ("data_source", "reward_model", "extra_info")
         data = protocol.DataProto.from_dict(
             tensors={"responses": padded, "attention_mask": (padded != tokenizer.pad_token_id).long()},
-            non_tensors={
-                key: np.array([row[key]], dtype=object)
-                for key in ("data_source", "reward_model", "extra_info")
-            },
+            non_tensors={key: np.array([row[key]], dtype=object) for key in keys},
         )
         manager.loop = asyncio.get_running_loop()
         return await manager.run_single(data), len(ids)
@@ -322,9 +318,8 @@ def test_the_entropy_bonus_is_that_of_a_run(aggregation, compose, verl_package):
     hidden = torch.randn(*batch.mask.shape, 6, generator=generator).requires_grad_()
     weight = torch.randn(11, 6, generator=generator)
     functional = importlib.import_module("verl.utils.torch_functional")
-    entropy = functional.entropy_from_logits(
-        hidden.double() @ weight.double().t() / config.sampling.temperature
-    )
+    logits = hidden.double() @ weight.double().t() / config.sampling.temperature
+    entropy = functional.entropy_from_logits(logits)
     mode, factor = actor.loss_agg_mode, actor.loss_scale_factor
     mean = verl_package.algos.agg_loss(entropy, batch.mask.double(), mode, loss_scale_factor=factor)
     expected = -actor.entropy_coeff * mean
@@ -340,9 +335,9 @@ def test_the_entropy_bonus_is_that_of_a_run(aggregation, compose, verl_package):
     torch.testing.assert_close(gradient, other, rtol=1e-5, atol=2e-6 * other.abs().max().item())
 
 
-def test_importance_weights_are_those_of_a_run(compose):
-    objective = {"importance": "token-mask", "importance_cap": 1.5}
-    config = small({"objective": objective})
+@pytest.mark.parametrize("rule", ["token-mask", "token-truncate"])
+def test_importance_weights_are_those_of_a_run(rule, compose):
+    config = small({"objective": {"importance": rule, "importance_cap": 1.5}})
     assert differences_of(config) == []
     correction = compose(config).algorithm.rollout_correction
     helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
@@ -370,11 +365,8 @@ def test_learning_rates_are_those_of_a_run(schedule, updates, compose):
     assert (optimizer.defaults["eps"], optimizer.defaults["betas"]) == (config.optim.eps, config.optim.betas)
     arguments: dict[str, Any] = {"num_warmup_steps": max(optim.lr_warmup_steps, 0)}
     if schedule == "cosine":
-        arguments |= {
-            "min_lr_ratio": optim.min_lr_ratio,
-            "num_cycles": optim.num_cycles,
-            "num_training_steps": 7,
-        }
+        arguments |= {"min_lr_ratio": optim.min_lr_ratio, "num_cycles": optim.num_cycles}
+        arguments["num_training_steps"] = 7
     scheduler = getattr(functional, f"get_{schedule}_schedule_with_warmup")(optimizer, **arguments)
     for step in range(7):
         for update in range(updates):

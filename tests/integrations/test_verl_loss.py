@@ -20,12 +20,11 @@ from bandpo_cli.training.metrics import clip_metrics
 from tests.integrations.batches import SPREADS, Batch, assert_equal, ours, random_batch
 
 COMPLETIONS = 12
+ACTOR = {"strategy": "fsdp", "rollout_n": 4, "ppo_micro_batch_size_per_gpu": 1}
+ALL = slice(None)
 
-MODES = {
-    "token-mean": "token-mean",
-    "seq-mean-token-mean": "seq-mean-token-mean",
-    "seq-sum-norm": "seq-mean-token-sum-norm",
-}
+MODES = {"token-mean": "token-mean", "seq-mean-token-mean": "seq-mean-token-mean"}
+MODES["seq-sum-norm"] = "seq-mean-token-sum-norm"
 """Our aggregations with verl's names; its two sums are compared in a test of their own."""
 
 
@@ -44,13 +43,8 @@ def importance(batch: Batch) -> torch.Tensor:
 
 def actor_config(verl_package: SimpleNamespace, dual_clip: float, **settings: Any) -> Any:
     """Return verl's ActorConfig with the settings of the loss."""
-    return verl_package.config.FSDPActorConfig(
-        strategy="fsdp",
-        rollout_n=4,
-        ppo_micro_batch_size_per_gpu=1,
-        clip_ratio_c=dual_clip,
-        policy_loss=verl_package.band.BandPolicyLossConfig(**settings),
-    )
+    loss = verl_package.band.BandPolicyLossConfig(**settings)
+    return verl_package.config.FSDPActorConfig(**ACTOR, clip_ratio_c=dual_clip, policy_loss=loss)
 
 
 def theirs(
@@ -58,8 +52,8 @@ def theirs(
     batch: Batch,
     mode: str,
     config: Any,
-    corrected: bool,
-    rows: slice = slice(None),
+    corrected: bool = False,
+    rows: slice = ALL,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Return the loss, the gradient [B, T] and the metrics of the function in verl's registry."""
     logprobs = batch.new[rows].clone().requires_grad_()
@@ -87,7 +81,7 @@ def test_every_divergence(verl_package, divergence, aggregation, spread):
     settings = {"divergence": divergence, "delta": 0.05, "max_ratio": 10.0}
     config = actor_config(verl_package, 3.0, **settings)
     batch = padded_batch(0, SPREADS[spread])
-    loss, gradient, _ = theirs(verl_package, batch, MODES[aggregation], config, corrected=False)
+    loss, gradient, _ = theirs(verl_package, batch, MODES[aggregation], config)
     found = ours(batch, {"method": "band", **settings}, aggregation, 3.0).outputs
     assert_equal(f"{divergence}, {aggregation}, {spread}", found, loss, gradient, batch.mask)
 
@@ -118,13 +112,12 @@ def test_two_micro_batches_add_up_to_one(verl_package):
     for mode in (*MODES.values(), "token-sum", "seq-mean-token-sum"):
         config = actor_config(verl_package, 3.0, delta=0.05)
         tokens = int(batch.mask.sum())
-        config.global_batch_info.update(
-            dp_size=2, batch_num_tokens=tokens, global_batch_size=COMPLETIONS, loss_scale_factor=64
-        )
+        counts = {"batch_num_tokens": tokens, "global_batch_size": COMPLETIONS, "loss_scale_factor": 64}
+        config.global_batch_info.update(dp_size=2, **counts)
         parts = (slice(0, 5), slice(5, None))
-        losses = [theirs(verl_package, batch, mode, config, False, rows)[0] for rows in parts]
+        losses = [theirs(verl_package, batch, mode, config, rows=rows)[0] for rows in parts]
         config.global_batch_info.update(dp_size=1)
-        complete = theirs(verl_package, batch, mode, config, False)[0]
+        complete = theirs(verl_package, batch, mode, config)[0]
         torch.testing.assert_close(sum(losses) / 2, complete)
 
 
@@ -133,10 +126,8 @@ def test_a_fixed_interval_has_the_loss_and_metrics_of_vanilla(verl_package, dual
     """The relaxation of a Band of radius 1e-12 is the fixed interval, so verl's own loss is the reference."""
     batch = padded_batch(2, SPREADS["far"])
     config = actor_config(verl_package, dual_clip, delta=1e-12, relax_eps_low=0.2, relax_eps_high=0.28)
-    fixed = verl_package.config.FSDPActorConfig(
-        strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=1,
-        clip_ratio_c=dual_clip, clip_ratio_low=0.2, clip_ratio_high=0.28,
-    )  # fmt: skip
+    limits = {"clip_ratio_c": dual_clip, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
+    fixed = verl_package.config.FSDPActorConfig(**ACTOR, **limits)
     arguments = {
         "old_log_prob": batch.old.masked_fill(~batch.mask, 0.0),
         "log_prob": batch.new.masked_fill(~batch.mask, 0.0),
@@ -154,15 +145,14 @@ def test_a_fixed_interval_has_the_loss_and_metrics_of_vanilla(verl_package, dual
 def test_shares_of_clipped_tokens_are_those_of_a_run_here(verl_package):
     batch = padded_batch(3, SPREADS["apart"])
     config = actor_config(verl_package, 10.0, delta=0.05)
-    _, _, metrics = theirs(verl_package, batch, "token-mean", config, corrected=False)
+    _, _, metrics = theirs(verl_package, batch, "token-mean", config)
     found = ours(batch, {"method": "band", "delta": 0.05}, "token-mean", dual_clip=10.0)
     old, new = batch.old[batch.mask], batch.new[batch.mask]
     expected = clip_metrics(found.clipped, old)
     for name in ("upper", "lower", "outside"):
-        assert expected[f"clip/{name}_fraction"] > 0
-        assert metrics[f"actor/band_{name}_fraction"] == pytest.approx(
-            expected[f"clip/{name}_fraction"], rel=1e-5
-        )
+        share = expected[f"clip/{name}_fraction"]
+        assert metrics[f"actor/band_{name}_fraction"] == pytest.approx(share, rel=1e-5)
+        assert share > 0
     assert metrics["actor/ppo_kl"] == pytest.approx((old - new).mean().item(), rel=1e-5)
     assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values())
 
@@ -171,12 +161,10 @@ def test_float_masks_and_infinite_padding(verl_package):
     """verl's older trainer has masks of 0 and 1; a NaN or infinity at padding must not reach the loss."""
     batch = padded_batch(4, SPREADS["near"])
     config = actor_config(verl_package, 3.0, delta=0.05)
-    expected = theirs(verl_package, batch, "token-mean", config, corrected=False)
+    expected = theirs(verl_package, batch, "token-mean", config)
     logprobs = batch.new.masked_fill(~batch.mask, -torch.inf).requires_grad_()
-    old = batch.old.masked_fill(~batch.mask, torch.nan)
-    loss, _ = verl_package.band.band_policy_loss(
-        old, logprobs, batch.advantages, batch.mask.float(), config=config
-    )
+    inputs = (batch.old.masked_fill(~batch.mask, torch.nan), logprobs, batch.advantages, batch.mask.float())
+    loss, _ = verl_package.band.band_policy_loss(*inputs, config=config)
     loss.backward()
     torch.testing.assert_close(loss.detach(), expected[0])
     torch.testing.assert_close(logprobs.grad[batch.mask], expected[1][batch.mask])

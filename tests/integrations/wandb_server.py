@@ -40,12 +40,8 @@ class WandbServer(ThreadingHTTPServer):
     def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         """Return the data of a GraphQL query."""
         match = re.search(r"(?:query|mutation)\s+(\w+)", query)
-        run = {
-            "id": "b",
-            "name": variables.get("name"),
-            "displayName": "first",
-            "historyLineCount": len(self.history),
-        }
+        run = {"id": "b", "name": variables.get("name"), "displayName": "first"}
+        run["historyLineCount"] = len(self.history)
         match match and match[1]:
             case "UpsertBucket":
                 self.exists = True
@@ -58,9 +54,8 @@ class WandbServer(ThreadingHTTPServer):
                 }  # fmt: skip
                 return {"model": {**PROJECT, "bucket": {**run, **state} if self.exists else None}}
             case "CreateRunFiles":
-                files = [
-                    {"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in variables["files"]
-                ]
+                url = f"{self.url}/upload"
+                files = [{"name": name, "uploadUrl": f"{url}/{name}"} for name in variables["files"]]
                 return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": files}}
         return {"viewer": {"id": "u", "entity": "me", "flags": "{}"}, "serverInfo": {"features": []}}
 

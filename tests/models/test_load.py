@@ -121,10 +121,6 @@ def test_flash_attention_with_float32_is_refused(monkeypatch):
         load_policy(ModelConfig(attention="flash_attention_2"))
 
 
-def test_common_architectures_are_accepted(model):
-    check_packed_forward(model)
-
-
 def test_changed_logits_are_detected(monkeypatch):
     """By the name of the config's setting, and without such a name, since the check compares log-probs."""
     model = random_model("llama")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.models import packing
-from bandpo_cli.models.packing import Packing, Row, batch_rows, collate, shared_rows
+from bandpo_cli.models.packing import Packing, Row, batch_rows, shared_rows
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=6).map(tuple)
@@ -98,15 +98,6 @@ def test_scatter_inverts_gather_and_masks_are_correct(rows, limit):
                 ]
                 assert attended == expected
         first += len(block.gather_index)
-
-
-def test_collated_batch_has_no_padding():
-    rows = [Row([1, 2, 3], [[4, 5], [6]]), Row([7], [[8, 9, 10]])]
-    batch = collate(rows, CPU)
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2, 3]]
-    assert batch.predictor_index.tolist() == [2, 3, 2, 6, 7, 8]
-    assert batch.targets.tolist() == [4, 5, 6, 8, 9, 10]
 
 
 def test_dropped_masks_are_made_again():

@@ -20,7 +20,7 @@ from bandpo_cli.objective.policy_objective import LossOutputs, policy_objective
 from tests.objective.test_loss import RULES
 from tests.objective.test_policy_losses import BY_HAND, Token, completions, tensors
 
-COUPLED = ("gspo", "luspo", "gapo", "gmpo", "topr", "vespo", "cppo")
+COUPLED = ("gspo", "luspo", "gapo", "gmpo", "ctpo", "vaco", "topr", "vespo", "cppo")
 """The methods in which the weight of a token depends on the other tokens of its completion."""
 
 

@@ -14,6 +14,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -27,6 +28,7 @@ from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.processes.ranks import is_gpu
 from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.tables import read_token_values
 from bandpo_cli.training.build import Components, build_components
 from bandpo_cli.training.loop import train
 from bandpo_cli.types import TIMEOUT, Completion, Grade, Insertion, Problem
@@ -43,7 +45,7 @@ BASE: dict[str, Any] = {
     "optim": {"updates": 4, "lr": 4e-3, "warmup_steps": 2, "eps": 1e-5, "weight_decay": 0.01},
     "evaluation": {"every": 1},  # makes the loop write the token table; there is no evaluation set
     "checkpoint": {"every": 0},
-    "tracking": {"mlflow": False},
+    "tracking": {"mlflow": False, "tokens_every": 1},
 }
 """Settings of all cases, with a learning rate at which ratios leave their bounds within the updates of a step."""
 
@@ -276,6 +278,10 @@ def compare(
         result = reference.step(given, take)
         results.append(result)
         columns = max(columns, _column_difference(run.path / f"tokens/step-{step:06d}.parquet", result))
+        if (
+            not narrow and not config.sampling.dynamic
+        ):  # the groups that were sampled are those of the updates
+            check_token_values(run.path / f"token_values/step-{step:06d}.parquet", result, reference)
     loop.close()
     lines = [without_clock(record) for record in run.read_metrics()[1:]]
     records = [{key: value for key, value in line.items() if key not in TOTALS} for line in lines]
@@ -325,6 +331,27 @@ def _column_difference(path: Path, result: StepResult) -> float:
         for column, wanted in expected.items()
         for values in zip(table[column].tolist(), wanted, strict=True)
     )
+
+
+def check_token_values(path: Path, result: StepResult, reference: ReferenceTrainer) -> None:
+    """Require the values per token to be those of the reference; some are stored in float16."""
+    found, tokens = read_token_values(path), [token for update in result.updates for token in update.tokens]
+    is_exact, corrects = reference.exact_sampler, reference.corrects()
+    expected = {
+        "old_logprob": [(reference.known_old_logprob(t), True) for t in tokens],
+        "entropy": [(t.entropy, is_exact or t.is_measured) for t in tokens],
+        "importance": [(t.importance, corrects and t.is_measured) for t in tokens],
+        "ratio": [(t.ratio, t.has_ratio) for t in tokens],
+    }
+    if reference.has_interval:
+        expected |= {end: [(getattr(t, end), t.has_ratio) for t in tokens] for end in ("lower", "upper")}
+    for name, pairs in expected.items():
+        wanted = [value if is_known else math.nan for value, is_known in pairs]
+        np.testing.assert_allclose(getattr(found, name), wanted, rtol=1e-3, atol=1e-4, err_msg=name)
+    differ = sum(t.clipped != kind for t, kind in zip(tokens, found.clipped.tolist(), strict=True))
+    assert differ <= _undecided(result) * len(tokens)
+    advantages = [tokens[start].advantage for start in np.cumsum(found.lengths) - found.lengths]
+    np.testing.assert_allclose(found.advantage, advantages, rtol=1e-4, atol=1e-6)
 
 
 def _differences(

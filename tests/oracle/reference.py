@@ -14,10 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import lambertw
 from torch import nn
-
-from tests.oracle.completion_losses import LOSSES, Completion
 
 Settings = dict[str, Any]
 """The plain values of a configuration."""
@@ -67,6 +64,7 @@ class Token:
     has_top_entropy: bool = True  # one of the tokens that `objective.top_entropy` trains
     has_ratio: bool = True  # the package runs the token through the model in the update
     is_measured: bool = True  # and with the weights of π_old
+    clipped: int = 0  # 1 at the upper bound, 2 at the lower one
 
 
 @dataclass
@@ -109,6 +107,7 @@ class ReferenceTrainer:
         self.first_moments = [torch.zeros_like(master) for master in self.masters]
         self.second_moments = [torch.zeros_like(master) for master in self.masters]
         self.updates_done = self.steps_done = 0
+        self.has_interval = settings["bounds"]["method"] not in LOSSES
         self.coefficient, self.bonus = 0.0, settings["objective"]["entropy_bonus"]
 
     def step(self, batches: Sequence[Sequence[GivenGroup]], take_gradient: Any = None) -> StepResult:
@@ -242,14 +241,14 @@ class ReferenceTrainer:
         start, end = bounds["delta"], bounds["delta_end"]
         return {**bounds, "delta": end + (start - end) * rest ** bounds["delta_power"]}
 
-    def _corrects(self) -> bool:
+    def corrects(self) -> bool:
         objective = self.settings["objective"]
         by_trainer = objective["old_logprobs"] == "trainer"
         return by_trainer and not self.exact_sampler and objective["importance_cap"] is not None
 
     def _importance(self, own: Sequence[float], sampler: Sequence[float]) -> list[float]:
         """Return the weights of the tokens of a completion, by cases of the rule's name."""
-        if not self._corrects():
+        if not self.corrects():
             return [1.0] * len(own)
         objective = self.settings["objective"]
         if not isinstance(objective["importance"], str):
@@ -413,10 +412,7 @@ class ReferenceTrainer:
         bounds = self._bounds()
         if bounds["method"] not in LOSSES:
             return [self._token_loss(token, logprob) for token, logprob in zip(tokens, new, strict=True)]
-        old, importance = [t.old_logprob for t in tokens], [t.importance for t in tokens]
-        sampler, chosen = [t.sampler_logprob for t in tokens], [t.is_chosen for t in tokens]
-        completion = Completion(new, old, tokens[0].advantage, wrong_peers, importance, sampler, chosen)
-        losses = LOSSES[bounds["method"]](bounds, completion)
+        losses = LOSSES[bounds["method"]](bounds, tokens, new, wrong_peers)
         (gradient,) = torch.autograd.grad(torch.stack(losses).sum(), new, retain_graph=True)
         for token, slope in zip(tokens, gradient.tolist(), strict=True):
             token.weight = slope / -token.advantage if token.advantage else 0.0
@@ -504,10 +500,12 @@ class ReferenceTrainer:
         gaps = [abs(t.sampler_logprob - t.own_logprob) for t in measured]
         entropies = [t.entropy for t in (tokens if self.exact_sampler else measured)]
         weighted = [t for t in tokens if t.importance != 0 and not t.is_dropped and t.has_top_entropy]
-        has_interval = self._bounds()["method"] not in LOSSES
-        above = [t for t in weighted if (t.ratio > t.upper if has_interval else t.weight == 0)]
-        below = [t for t in weighted if (t.ratio < t.lower if has_interval else t.weight == 0)]
+        above = [t for t in weighted if (t.ratio > t.upper if self.has_interval else t.weight == 0)]
+        below = [t for t in weighted if (t.ratio < t.lower if self.has_interval else t.weight == 0)]
         at_upper, at_lower = [t for t in above if t.advantage > 0], [t for t in below if t.advantage < 0]
+        for number, clipped in enumerate((at_upper, at_lower), start=1):
+            for token in clipped:
+                token.clipped = number
         with_ratio = [t for t in tokens if t.has_ratio]
         outside = [t for t in with_ratio if not t.lower <= t.ratio <= t.upper]
         record = {
@@ -524,16 +522,11 @@ class ReferenceTrainer:
             "clip/upper_fraction": share(at_upper, tokens),
             "clip/lower_fraction": share(at_lower, tokens),
         }
-        if self._bounds()["method"] == "dgpo":
-            low, high = 1 - self._bounds()["eps_low"], 1 + self._bounds()["eps_high"]
-            record["clip/outside_fraction"] = share(
-                [t for t in with_ratio if not low <= t.ratio <= high], with_ratio
-            )
-        if has_interval and self._bounds()["method"] != "bapo":
+        if self.has_interval and self._bounds()["method"] != "bapo":
             record["clip/outside_fraction"] = share(outside, with_ratio)
         if len(entropies) < len(tokens):
             record["train/entropy_token_share"] = len(entropies) / len(tokens)
-        if self._corrects():
+        if self.corrects():
             record["sampler/importance_mean"] = mean([t.importance for t in measured])
             record["sampler/importance_max"] = max(t.importance for t in measured)
             masked = [t for t in measured if t.importance == 0]
@@ -549,7 +542,7 @@ class ReferenceTrainer:
             record["kl/ref"] = mean([_k3(t.ref_logprob - t.new_logprob) for t in tokens])
         edges = [0, 0.001, 0.01, 0.1, 0.5, 0.9, 1]
         for low, high in itertools.pairwise(edges):
-            inside = [t for t in tokens if low < math.exp(self._known_old_logprob(t)) <= high]
+            inside = [t for t in tokens if low < math.exp(self.known_old_logprob(t)) <= high]
             active = [t for t in (*at_upper, *at_lower) if low < math.exp(t.old_logprob) <= high]
             record[f"clip/token_share/p_{low:g}_{high:g}"] = share(inside, tokens)
             if inside:
@@ -561,7 +554,7 @@ class ReferenceTrainer:
                 record |= self._gradient_metrics(chosen, f"/{name}/p_{low:g}_{high:g}")
         return record | self._gradient_metrics(used, "")
 
-    def _known_old_logprob(self, token: Token) -> float:
+    def known_old_logprob(self, token: Token) -> float:
         """Return log π_old, or the sampler's log-prob of a token that the package runs through no model."""
         return token.old_logprob if token.is_measured or token.has_ratio else token.sampler_logprob
 
@@ -591,6 +584,42 @@ def _k3(log_u: float) -> float:
     return math.exp(log_u) - 1 - log_u
 
 
+def powers(scale: float, logprob: torch.Tensor) -> torch.Tensor:
+    """Return `scale`, with the gradient `scale` with respect to the log-prob."""
+    return scale * torch.exp(logprob - logprob.detach())
+
+
+def gapo(bounds: Settings, tokens: list[Token], new: torch.Tensor, wrong_peers: float) -> list[torch.Tensor]:
+    """Return the clipped loss of the mean log-ratio of the kept tokens, once per token."""
+    logs, a = [t.new_logprob - t.old_logprob for t in tokens if t.importance > 0], tokens[0].advantage
+    ratio, low, high = math.exp(math.fsum(logs) / max(1, len(logs))), bounds["eps_low"], bounds["eps_high"]
+    bounded = min(max(ratio, 1 - low), 1 + low + (high - low) * wrong_peers)
+    is_free = ratio * a <= bounded * a
+    return [powers(-ratio * a, logprob) if is_free else 0 * logprob - bounded * a for logprob in new]
+
+
+def vaco(bounds: Settings, tokens: list[Token], new: torch.Tensor, _: float) -> list[torch.Tensor]:
+    gaps = [t.new_logprob - t.sampler_logprob for t in tokens]
+    shifts = [abs(math.exp(gap) - 1) for t, gap in zip(tokens, gaps, strict=True) if t.importance > 0]
+    is_far = math.fsum(shifts) / max(1, len(shifts)) > bounds["delta"]
+    return masked(tokens, new, [not (is_far and tokens[0].advantage * gap > 0) for gap in gaps])
+
+
+def m2po(_: Settings, tokens: list[Token], new: torch.Tensor, __: float) -> list[torch.Tensor]:
+    return masked(tokens, new, [t.is_chosen for t in tokens])
+
+
+def masked(tokens: list[Token], new: torch.Tensor, keeps: Sequence[bool]) -> list[torch.Tensor]:
+    """Return −r·a for the tokens that are kept, 0 for the others."""
+    rows = zip(tokens, new, keeps, strict=True)
+    return [-t.advantage * keep * powers(t.ratio, logprob) for t, logprob, keep in rows]
+
+
+LOSSES = {"gapo": gapo, "vaco": vaco, "m2po": m2po}
+"""Losses of completions by their definitions, one method of each kind: with a ratio of the completion, with one to the
+sampler, and with a choice among all tokens of an update. tests/objective compares all methods with weights by hand."""
+
+
 def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
     """Return the interval of ratios that a method's settings allow a token of this log-probability."""
     p = math.exp(old_logprob)
@@ -605,12 +634,6 @@ def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
         width = 1 + bounds["options"]["eps"] * (1 - old_logprob)
         return 1 / width, width
     cap = bounds.get("max_ratio") or math.inf
-    if method == "ripo":
-        width = math.sqrt(bounds["delta"] / p)
-        return max(1 - width, bounds["min_ratio"]), min(1 + width, cap)
-    if method == "atr":
-        low, high = (-lambertw(-math.exp(-1 - bounds["delta"]), branch).real for branch in (0, -1))
-        return float(low), float(high)
     if method == "dcpo":
         lower = 0.5 + 0.5 * math.sqrt(max(1 - 4 * bounds["eps_low"] / p, 0))
         return lower, min(0.5 + 0.5 * math.sqrt(1 + 4 * bounds["eps_high"] / p), cap)

@@ -10,9 +10,9 @@ import yaml
 
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
 from bandpo_cli.reports.compare_variants import Report
-from bandpo_cli.reports.run_variants import read_sweep
+from bandpo_cli.reports.run_variants import Selection, VariantRun, read_sweep
 from bandpo_cli.reports.write_report import write_report
-from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder, slug
 
 CLIP, KL = ("bounds.method=clip",), ("bounds.divergence=kl", "bounds.delta=0.05")
 
@@ -61,15 +61,26 @@ def write_sweep(folder: Path, finals: Mapping[str, Mapping[int, float]]) -> Path
     """Write a sweep with these final accuracies by variant and seed. The variant `clip` uses clip, others are Bands."""
     runs = []
     for index, (variant, by_seed) in enumerate(finals.items()):
-        settings = (
-            CLIP if variant == "clip" else ("bounds.divergence=kl", f"bounds.delta={0.01 * (index + 1)}")
-        )
+        band = ("bounds.divergence=kl", f"bounds.delta={0.01 * (index + 1)}")
+        settings = CLIP if variant == "clip" else band
         for seed, final in by_seed.items():
             name = f"{variant.replace(' ', '-')}-s{seed}"
             write_run(folder / name, settings, seed, {0: 0.2, 4: final})
             runs.append({"name": name, "variant": variant, "seed": seed})
     write_plan(folder, {"name": folder.name, "baseline": "clip", "axes": "ignored", "runs": runs})
     return folder
+
+
+def write_variant(
+    place: Path, variant: str, settings: Iterable[str] = CLIP, seed: int = 0, **run: Any
+) -> VariantRun:
+    """Write a run of a variant to a folder in `place`."""
+    return VariantRun(variant, seed, write_run(place / slug(f"{variant}-{seed}"), settings, seed, **run))
+
+
+def report_on(runs: Iterable[VariantRun], place: Path, baseline: str | None = None, **options: Any) -> Report:
+    """Write the report of runs to the folder `out` in `place`."""
+    return write_report(Selection("t", baseline, [*runs]), place / "out", **options)
 
 
 def report_of(folder: Path, out: Path | None = None, fit: bool = False, **changes: Any) -> Report:

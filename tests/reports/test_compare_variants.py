@@ -49,28 +49,14 @@ def test_intervals_stay_within_the_limits_of_the_metric():
 
 
 def test_paired_test_uses_common_seeds_and_agrees_with_scipy():
-    a, b = (
-        pd.Series([0.50, 0.47, 0.52, 0.49, 0.99], [0, 1, 2, 3, 9]),
-        pd.Series([0.45, 0.48, 0.46, 0.48, 0.01], [0, 1, 2, 3, 7]),
-    )
+    a = pd.Series([0.50, 0.47, 0.52, 0.49, 0.99], [0, 1, 2, 3, 9])
+    b = pd.Series([0.45, 0.48, 0.46, 0.48, 0.01], [0, 1, 2, 3, 7])
     expected = stats.ttest_rel(a.iloc[:4], b.iloc[:4])
     interval = expected.confidence_interval(0.95)
     change = (4, (a - b).mean(), interval.low, interval.high)
     found = paired_test(a - b)
     assert astuple(found.change) == pytest.approx(change)
     assert (found.p, found.higher, found.lower) == (pytest.approx(expected.pvalue), 3, 1)
-
-
-def test_p_is_below_5_percent_exactly_when_the_interval_excludes_zero():
-    rng = np.random.default_rng(1)
-    seen = set()
-    for _ in range(100):
-        variant, baseline = rng.normal(0.05, 0.03, 3), rng.normal(0, 0.01, 3)
-        found = paired_test(variant - baseline)
-        excluded = not found.change.low <= 0 <= found.change.high
-        assert excluded == (found.p < 0.05)
-        seen.add(excluded)
-    assert seen == {True, False}
 
 
 def test_no_p_value_without_a_test():
@@ -81,18 +67,8 @@ def test_no_p_value_without_a_test():
     assert (equal.p, equal.change.low, equal.higher, equal.lower) == (None, None, 2, 0)
 
 
-@given(st.lists(st.floats(0, 1), max_size=6), st.floats(0.001, 0.5))
-def test_holm_agrees_with_the_step_down_procedure(p_values, alpha):
-    rejected = set()
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        if (len(p_values) - rank) * p_values[index] > alpha:
-            break
-        rejected.add(index)
-    assert {index for index, p in enumerate(holm(p_values)) if p <= alpha} == rejected
-
-
-def test_holm_agrees_with_statsmodels():
-    p_values = [0.04, 0.01, 0.03, 0.005, 0.04, 0.9]
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
+def test_holm_agrees_with_statsmodels(p_values):
     assert holm(p_values) == pytest.approx(multipletests(p_values, method="holm")[1].tolist(), rel=1e-12)
     assert holm([]) == []
 

@@ -11,9 +11,7 @@ import pytest
 from scipy import stats
 
 from bandpo_cli.reports.run_tables import EqualAccuracy, entropy_at_equal_accuracy, entropy_when_reached
-from bandpo_cli.reports.run_variants import Selection, VariantRun
-from bandpo_cli.reports.write_report import write_report
-from tests.reports.sweep_folders import edit_line, report_of, write_run, write_sweep
+from tests.reports.sweep_folders import edit_line, report_of, report_on, write_sweep, write_variant
 
 FALLING = [1.0, 0.9, 0.8, 0.7]
 
@@ -23,21 +21,18 @@ def _entropy(of_policies: Sequence[float]) -> pd.Series:
     return pd.Series(of_policies, range(1, len(of_policies) + 1), dtype=float)
 
 
-def _run(
-    accuracy: Mapping[int, float], entropy: Sequence[float], variant: str, seed: int = 0
-) -> pd.DataFrame:
+def _run(accuracy: Mapping[int, float], entropy: Sequence[float], variant: str, seed=0) -> pd.DataFrame:
     table = pd.DataFrame({"accuracy": pd.Series(accuracy), "entropy": _entropy(entropy)})
     return pd.concat([table], keys=[(variant, seed)], names=["variant", "seed", "step"])
 
 
 def _equal(finals: Mapping[str, Sequence[float]], start: float = 0.1) -> EqualAccuracy:
     """Return the entropies at equal accuracy of runs whose accuracy rises from `start` in 4 steps."""
-    curves = [
-        ({0: start, 4: final}, variant, seed)
-        for variant in finals
-        for seed, final in enumerate(finals[variant])
+    runs = [
+        _run({0: start, 4: final}, FALLING, variant, seed)
+        for variant, ends in finals.items()
+        for seed, final in enumerate(ends)
     ]
-    runs = [_run(accuracy, FALLING, variant, seed) for accuracy, variant, seed in curves]
     return entropy_at_equal_accuracy(pd.concat(runs))
 
 
@@ -112,9 +107,8 @@ def test_a_variant_far_behind_has_no_value_and_does_not_lower_the_level(last_see
     assert equal.level == 0.4
     assert {variant for variant, _ in equal.values} == {"a", "b"}
     (note,) = equal.notes[1:]
-    assert note.startswith(
-        "No entropy at 40% held-out accuracy, since the best value (median over seeds) is under"
-    )
+    start = "No entropy at 40% held-out accuracy, since the best value (median over seeds) is under"
+    assert note.startswith(start)
     assert note.endswith(" variant's: none.")
 
 
@@ -160,29 +154,21 @@ def test_runs_without_entropy_have_no_value():
 
 def test_all_forms_of_the_report_have_the_metric(tmp_path, without_plots):
     # Accuracy rises linearly from 0.2 in 4 steps; the recorded entropy of the policy after t steps is 0.45 − 0.05·t.
-    finals = {"clip": [0.40, 0.50, 0.60], "kl 0.02": [0.60, 0.62, 0.70], "kl 0.03": [0.21, 0.22, 0.23]}
-    report = report_of(
-        write_sweep(tmp_path / "s", {variant: dict(enumerate(ends)) for variant, ends in finals.items()})
-    )
-    clip, kl = (
-        [0.45 - 0.05 * min(3, 0.8 / (end - 0.2)) for end in finals[variant]]
-        for variant in ("clip", "kl 0.02")
-    )
+    ends, better = [0.40, 0.50, 0.60], [0.60, 0.62, 0.70]
+    finals = {"clip": ends, "kl 0.02": better, "kl 0.03": [0.21, 0.22, 0.23]}
+    report = report_of(write_sweep(tmp_path / "s", {name: dict(enumerate(finals[name])) for name in finals}))
+    clip, kl = ([0.45 - 0.05 * min(3, 0.8 / (end - 0.2)) for end in values] for values in (ends, better))
     metric = report.metrics[3]
     assert (metric.key, metric.name) == ("entropy_at_accuracy", "entropy at 40% accuracy")
     assert json.loads(json.dumps(report.as_json()))["accuracy_level"] == 0.4
     differences = {item.variant: item for item in report.differences if item.metric == metric.key}
     expected = stats.ttest_rel(kl, clip)
     tested, untested = differences["kl 0.02"], differences["kl 0.03"]
-    assert (tested.paired.p, tested.p_holm) == (
-        pytest.approx(expected.pvalue),
-    ) * 2  # the other is not tested
+    assert tested.p_holm == tested.paired.p == pytest.approx(expected.pvalue), "the other is not tested"
     assert (untested.paired, untested.verdict) == (None, "no value")
     with report.files["leaderboard.csv"].open(newline="") as file:
         rows = {row["variant"]: row[metric.key] for row in csv.DictReader(file)}
-    assert [float(rows[variant]) for variant in ("clip", "kl 0.02")] == pytest.approx(
-        [np.mean(clip), np.mean(kl)]
-    )
+    assert (float(rows["clip"]), float(rows["kl 0.02"])) == pytest.approx((np.mean(clip), np.mean(kl)))
     assert rows["kl 0.03"] == ""
     for name in ("report.md", "report.html"):
         text = report.files[name].read_text()
@@ -191,11 +177,9 @@ def test_all_forms_of_the_report_have_the_metric(tmp_path, without_plots):
 
 
 def test_several_sets_are_compared_at_their_mean_accuracy(tmp_path, without_plots):
-    folders = [write_run(tmp_path / variant, accuracy={0: 0.2, 4: 0.4}, sets=["x", "y"]) for variant in "ab"]
-    edit_line(folders[1], 4, **{"eval/y/mean_at_16": 0.8})
-    report = write_report(
-        Selection("t", None, [VariantRun(folder.name, 0, folder) for folder in folders]), tmp_path / "out"
-    )
+    runs = [write_variant(tmp_path, name, accuracy={0: 0.2, 4: 0.4}, sets=["x", "y"]) for name in "ab"]
+    edit_line(runs[1].folder, 4, **{"eval/y/mean_at_16": 0.8})
+    report = report_on(runs, tmp_path)
     assert report.accuracy_level == pytest.approx(0.4)
     best = report.variants[0].metrics["entropy_at_accuracy"]
     assert best.mean == pytest.approx(0.45 - 0.05 * 2)  # halfway from 0.2 to 0.6

@@ -9,9 +9,9 @@ from bandpo_cli.reports import plot_style as style
 from bandpo_cli.reports.compare_variants import estimate
 from bandpo_cli.reports.plot_style import legend_name, variant_styles
 from bandpo_cli.reports.report_plots import MAX_VARIANTS_PLOTTED, SHARE, common_curves, plot_by_learning_rate
-from bandpo_cli.reports.run_variants import Selection, VariantRun
+from bandpo_cli.reports.run_variants import Selection
 from bandpo_cli.reports.write_report import write_report
-from tests.reports.sweep_folders import report_of, write_run, write_sweep
+from tests.reports.sweep_folders import report_of, write_sweep, write_variant
 
 BANDS = "95% interval over seeds\nrange of two seeds\nnone for one seed"
 FINALS = {"clip": {0: 0.40, 1: 0.42, 2: 0.44}, "kl 0.02": {0: 0.5, 1: 0.6}, "kl 0.03": {0: 0.39}}
@@ -90,13 +90,11 @@ def test_curves_cover_the_common_steps():
     assert values_RS.tolist() == [[0.1, 0.2], [0.3, 0.6]]
 
 
-def test_accuracy_is_plotted_against_the_entropy_of_the_same_policy_and_names_are_no_mathematics(
+def test_accuracy_is_plotted_against_the_entropy_of_its_policy_and_names_are_no_mathematics(
     tmp_path, figures
 ):
-    folder = write_run(tmp_path / "a", accuracy={0: 0.2, 2: 0.3, 4: 0.4})
-    report = write_report(
-        Selection("cost $1 $2", None, [VariantRun(r"$\frac{$ and $x$", 0, folder)]), tmp_path / "out"
-    )
+    run = write_variant(tmp_path, r"$\frac{$ and $x$", accuracy={0: 0.2, 2: 0.3, 4: 0.4})
+    report = write_report(Selection("cost $1 $2", None, [run]), tmp_path / "out")
     (axes,) = figures["accuracy_entropy.png"].axes
     # The entropy 0.5 − 0.05·step is recorded before the update of the step; none is recorded after the last one.
     assert list(axes.get_lines()[0].get_xdata()) == pytest.approx([0.45, 0.35, 0.30])
@@ -158,15 +156,10 @@ def test_every_variant_has_its_own_line_style():
 
 @pytest.mark.slow
 def test_of_many_variants_the_most_accurate_and_the_baseline_are_plotted(tmp_path, figures):
-    finals = {"clip": {0: 0.3}}
-    finals |= {
-        f"kl 0.05 learning_rate=1e-4 variant={index:02d}": {0: 0.4 + index / 100} for index in range(13)
-    }
-    report = report_of(write_sweep(tmp_path / "s", finals))
-    assert (
-        report.notes[-1]
-        == "The plots show the 12 variants with the highest held-out accuracy, and the baseline."
-    )
+    finals = {f"kl 0.05 learning_rate=1e-4 variant={n:02d}": {0: 0.4 + n / 100} for n in range(13)}
+    report = report_of(write_sweep(tmp_path / "s", {"clip": {0: 0.3}} | finals))
+    note = "The plots show the 12 variants with the highest held-out accuracy, and the baseline."
+    assert report.notes[-1] == note
     texts = _texts(figures["accuracy.png"])
     assert len(texts) == MAX_VARIANTS_PLOTTED + 1  # one seed per variant: no shading
     assert "clip (baseline)" in texts

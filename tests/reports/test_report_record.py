@@ -6,9 +6,7 @@ import re
 
 import pytest
 
-from bandpo_cli.reports.run_variants import Selection, VariantRun
-from bandpo_cli.reports.write_report import write_report
-from tests.reports.sweep_folders import CLIP, KL, report_of, write_run, write_sweep
+from tests.reports.sweep_folders import CLIP, KL, report_of, report_on, write_sweep, write_variant
 
 ENVIRONMENT = {
     "command": "bandpo train --method clip",
@@ -18,33 +16,24 @@ ENVIRONMENT = {
 }
 
 
-def write_env(folder, **changes):
-    (folder / "env.json").write_text(json.dumps(ENVIRONMENT | changes))
-
-
 @pytest.fixture
 def report(tmp_path, without_plots):
-    """A report of runs that differ in method, learning rate, seed and machine; one has no env.json."""
-    folders = [
-        write_run(tmp_path / "clip-0", (*CLIP, "optim.lr=1e-5"), 0),
-        write_run(tmp_path / "clip-1", (*CLIP, "optim.lr=1e-5"), 1),
-        write_run(
-            tmp_path / "kl-0", (*KL, "optim.lr=4e-5", "tracking.uri=http://server"), 0, {0: 0.2, 4: 0.5}
-        ),
-    ]
-    write_env(folders[0])
-    write_env(folders[1], git=None, hardware={"cpu": "EPYC", "usable_cores": 2, "gpus": []})
-    runs = [VariantRun(f.name[:-2], int(f.name[-1]), f) for f in folders]
-    return write_report(Selection("t", "clip", runs), tmp_path / "out")
+    """Return a report of runs that differ in method, learning rate, seed and machine; one has no env.json."""
+    kl = (*KL, "optim.lr=4e-5", "tracking.uri=http://server")
+    runs = [write_variant(tmp_path, "clip", (*CLIP, "optim.lr=1e-5"), seed) for seed in (0, 1)]
+    for run, changes in zip(
+        runs, ({}, {"git": None, "hardware": ENVIRONMENT["hardware"] | {"gpus": []}}), strict=True
+    ):
+        (run.folder / "env.json").write_text(json.dumps(ENVIRONMENT | changes))
+    runs.append(write_variant(tmp_path, "kl", kl, accuracy={0: 0.2, 4: 0.5}))
+    return report_on(runs, tmp_path, "clip")
 
 
 def test_the_record_has_exact_settings_values_and_environments(report):
     record = json.loads(report.files["report.json"].read_text())
     assert record["settings"]["sampling.samples"] == 16
-    assert (
-        not {"seed", "optim.lr", "bounds.method", "tracking.uri", "checkpoint.every"}
-        & record["settings"].keys()
-    )
+    own = {"seed", "optim.lr", "bounds.method", "tracking.uri", "checkpoint.every"}
+    assert not own & record["settings"].keys()
     first, second, third = record["runs"]
     assert (first["run"], first["variant"], first["seed"], first["steps"]) == ("clip-0", "clip", 0, 4)
     assert (third["settings"]["bounds.delta"], third["settings"]["optim.lr"]) == (0.05, 4e-5)
@@ -81,8 +70,8 @@ def test_the_paragraph_has_the_facts_and_gives_differences_as_ranges(report):
 def test_numbers_of_the_paragraph_come_from_the_records(tmp_path):
     sizes = ("model.lora.rank=7", "sampling.samples=5", "evaluation.problems=33")
     further = ("sampling.max_lag=2", "objective.top_entropy=0.2", "objective.dual_clip=null")
-    folder = write_run(tmp_path / "a", (*sizes, *further, "sampling.dynamic=true", *CLIP))
-    methods = write_report(Selection("t", None, [VariantRun("clip", 0, folder)]), tmp_path / "out").methods
+    run = write_variant(tmp_path, "clip", (*sizes, *further, "sampling.dynamic=true", *CLIP))
+    methods = report_on([run], tmp_path).methods
     assert "LoRA adapters had rank 7. " in methods
     assert "settings: sampling.max_lag 2, objective.dual_clip null, objective.top_entropy 0.2. " in methods
     assert "Groups of completions with equal rewards were replaced by those of further prompts. " in methods

@@ -149,10 +149,8 @@ def test_clip_map_of_a_method_without_bounds_marks_the_tokens_without_gradient(r
         ({"ratio": [np.nan, 0.0]}, 0),  # not visible on log axes
         ({"old_logprob": [-200.0, 0.0], "ratio": [1e30, 1e-30]}, 1),
         ({name: [] for name in TOKEN_COLUMNS}, 0),
-        (
-            {name: [-1.0 if name == "old_logprob" else 1.0] for name in TOKEN_COLUMNS},
-            1,
-        ),  # as in a first update
+        # As in a first update.
+        ({name: [-1.0 if name == "old_logprob" else 1.0] for name in TOKEN_COLUMNS}, 1),
     ],
 )
 def test_unusual_tokens_give_a_clip_map_or_none(run, figures, columns, plots):
@@ -181,8 +179,8 @@ def test_series_skips_steps_without_a_value_and_bins_are_sorted_by_probability()
     ("config", "subtitle"),
     [
         (
-            "bounds: {method: band, divergence: kl, delta: 0.2, delta_end: 0.02}",
-            "a · band, kl, δ 0.2, to δ 0.02",
+            "bounds: {method: band, divergence: kl, delta: 0.2, delta_end: 0.1}",
+            "a · band, kl, δ 0.2, to δ 0.1",
         ),
         ("bounds: {method: clip-higher, eps_low: 0.2, eps_high: 0.28}", "a · clip-higher, ε₋ 0.2, ε₊ 0.28"),
         *((broken, "a") for broken in ("", "bounds: 3\n", "bounds: {}\n", "a: [\n")),
@@ -230,9 +228,7 @@ def _success_plot(
         ({"one": [0, 0, 1]}, [[1, 1]], "completion", ["wrong", "correct"], [2 / 3, 1 / 3]),
     ],
 )  # fmt: skip
-def test_bars_of_the_success_histogram_are_the_counts(
-    tmp_path, figures, sets, sizes, x_label, names, heights
-):
+def test_bars_of_the_success_histogram_are_counts(tmp_path, figures, sets, sizes, x_label, names, heights):
     axes = _success_plot(tmp_path, figures, sets, sizes).axes[0]
     assert x_label in axes.get_xlabel()
     assert [text.get_text() for text in axes.get_xticklabels()] == names

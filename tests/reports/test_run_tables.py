@@ -16,13 +16,10 @@ def _read(*folders: Path) -> RunTables:
 
 
 def test_data_of_a_run_computed_by_hand(tmp_path):
-    folders = (
-        write_run(tmp_path / "a", accuracy={0: 0.2, 2: 0.3, 4: 0.5}),
-        write_run(tmp_path / "b", steps=20),
-    )
-    tables = _read(*folders)
+    folder = write_run(tmp_path / "a", accuracy={0: 0.2, 2: 0.3, 4: 0.5})
+    tables = _read(folder, write_run(tmp_path / "b", steps=20))
     (_, run), (_, long) = tables.runs.iterrows()
-    assert (run["folder"], run["n"], run["steps"]) == (folders[0], {"countdown": "16"}, 4)
+    assert (run["folder"], run["n"], run["steps"]) == (folder, {"countdown": "16"}, 4)
     assert tables.steps.loc[("clip", 0), "accuracy/countdown"].dropna().to_dict() == {0: 0.2, 2: 0.3, 4: 0.5}
     assert run["area/countdown"] == pytest.approx((0.25 * 2 + 0.4 * 2) / 4)
     assert (run["pass_at_4/countdown"], run["pass_at_16/countdown"]) == pytest.approx((0.6, 0.8))
@@ -68,6 +65,10 @@ def _deleted(name):
     return lambda folder: (folder / name).unlink()
 
 
+def _edited(number, **changes):
+    return lambda folder: edit_line(folder, number, **changes)
+
+
 def _truncated(folder):
     path = folder / "metrics.jsonl"
     path.write_text(path.read_text()[:-5])
@@ -90,13 +91,10 @@ FAILED = '{"status": "FAILED", "error": "NonFiniteError: the loss is nan"}'
         (_written("summary.json", STOPPED), "ended at step 4 of 4: stop.gap_above = 1"),
         (_truncated, "metrics.jsonl ends at step 3 of 4"),
         (_written("metrics.jsonl", "{\n"), "damaged: metrics.jsonl, line 1"),
-        (lambda folder: edit_line(folder, 2, step="two"), 'damaged: metrics.jsonl has a step "two"'),
-        (lambda folder: edit_line(folder, 2, step=-1), "damaged: metrics.jsonl has a step -1"),
-        (lambda folder: edit_line(folder, 2, step=10**400), "damaged: metrics.jsonl has a step 1000"),
-        (
-            lambda folder: edit_line(folder, 4, **{"eval/countdown/mean_at_16": None}),
-            "no evaluation at its last step",
-        ),
+        (_edited(2, step="two"), 'damaged: metrics.jsonl has a step "two"'),
+        (_edited(2, step=-1), "damaged: metrics.jsonl has a step -1"),
+        (_edited(2, step=10**400), "damaged: metrics.jsonl has a step 1000"),
+        (_edited(4, **{"eval/countdown/mean_at_16": None}), "no evaluation at its last step"),
     ],
 )
 def test_reason_of_an_excluded_run(tmp_path, damage, reason):

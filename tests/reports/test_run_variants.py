@@ -1,5 +1,6 @@
 """Selection of the runs of a report, their grouping into variants, and the names of variants."""
 
+import re
 from itertools import product
 from pathlib import Path
 
@@ -82,13 +83,6 @@ def test_by_groups_runs_and_sweeps_and_notes_the_other_differences(runs, tmp_pat
     assert selection.baseline == "clip"
 
 
-def _assert_refused(message, *paths):
-    with pytest.raises(UserError) as refused:
-        select_runs(paths, Path())
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
 def test_paths_without_runs_and_runs_given_twice_are_refused(runs, tmp_path):
     write_sweep(tmp_path / "all" / "deltas", {"clip": {0: 0.4}})
     (tmp_path / "link").symlink_to(runs / "a")
@@ -101,7 +95,8 @@ def test_paths_without_runs_and_runs_given_twice_are_refused(runs, tmp_path):
         ("given twice", runs, runs / "b"),
         ("given twice", runs / "a", tmp_path / "link"),
     ):
-        _assert_refused(message, *paths)
+        with pytest.raises(UserError, match=re.escape(message)):
+            select_runs(paths, Path())
 
 
 RUN = "{name: a, variant: clip, seed: 1}"
@@ -122,7 +117,8 @@ RUN = "{name: a, variant: clip, seed: 1}"
 )
 def test_error_for_a_damaged_plan(tmp_path, plan, message):
     (tmp_path / "sweep.yaml").write_text(plan)
-    _assert_refused(message, tmp_path)
+    with pytest.raises(UserError, match=re.escape(message)):
+        select_runs([tmp_path], Path())
 
 
 def test_names_of_a_plan_can_be_numbers(tmp_path):
@@ -137,12 +133,8 @@ def settings(*assignments):
 
 
 def test_a_variant_is_named_by_its_method_and_the_other_differing_settings():
-    clip, none, kl = (
-        settings("bounds.method=clip"),
-        settings("bounds.method=none"),
-        settings("bounds.delta=0.05"),
-    )
-    tv = settings("bounds.divergence=tv", "bounds.delta=0.1")
+    clip, none = settings("bounds.method=clip"), settings("bounds.method=none")
+    kl, tv = settings("bounds.delta=0.05"), settings("bounds.divergence=tv", "bounds.delta=0.1")
     runs = [clip, kl, settings("bounds.delta=0.05", "optim.lr=1e-4"), tv, none]
     names = ["clip lr=5e-5", "kl 0.05 lr=5e-5", "kl 0.05 lr=1e-4", "tv 0.1 lr=5e-5", "none lr=5e-5"]
     assert variant_names(runs) == names
@@ -195,11 +187,8 @@ def test_variant_names_from_chosen_settings():
     runs = [settings("bounds.method=clip"), settings("optim.lr=1e-4"), settings("bounds.delta=0.1")]
     assert variant_names(runs, chosen_keys(["optim.lr"], runs)) == ["lr=5e-5", "lr=1e-4", "lr=5e-5"]
     assert variant_names(runs, chosen_keys(["bounds.method"], runs)) == ["clip", "band", "band"]
-    names = variant_names(runs, chosen_keys(["bounds"], runs))
-    assert all(
-        name.startswith(start) for name, start in zip(names, ("clip", "kl 0.05", "kl 0.1"), strict=True)
-    )
-    assert len(set(names)) == 3
+    by_section = variant_names(runs, chosen_keys(["bounds"], runs))
+    assert [re.match(r"clip|kl [\d.]+", name)[0] for name in by_section] == ["clip", "kl 0.05", "kl 0.1"]
     for by, hint in (("optim.lrr", "optim.lr"), ("lr", "optim.lr"), ("delta", "bounds.delta")):
         with pytest.raises(UserError, match=rf"--by {by}: no such setting \(did you mean '{hint}'"):
             chosen_keys([by], runs)

@@ -1,5 +1,7 @@
 """Saturating fits: curves with known parameters, short curves, and an independent least-squares fit."""
 
+from itertools import product
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -8,15 +10,8 @@ from scipy.optimize import curve_fit
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import AXES
-from bandpo_cli.reports.saturating_fit import (
-    MAX_WIDTH,
-    MIN_EVALUATIONS,
-    best_fit,
-    fit_caption,
-    fit_curve,
-    fit_variants,
-)
-from tests.reports.sweep_folders import report_of, write_plan, write_run
+from bandpo_cli.reports.saturating_fit import MAX_WIDTH, MIN_EVALUATIONS, fit_caption, fit_curve, fit_variants
+from tests.reports.sweep_folders import report_on, write_variant
 
 STEPS = np.arange(0, 210, 10.0)
 
@@ -30,16 +25,6 @@ def runs_of(midpoint, seeds=4, asymptote=0.6, noise=0.004):
     rng = np.random.default_rng(0)
     curve = np.r_[0.25, saturating_curve(STEPS[1:], 0.25, asymptote, 1.7, midpoint)]
     return curve + noise * rng.standard_normal((seeds, len(curve)))
-
-
-def test_the_parameters_of_the_formula_of_the_paper():
-    """R(C_mid) is half of the gain; the parameters of a curve without noise are found."""
-    compute = np.linspace(0.05, 1, 20)
-    curve = saturating_curve(compute, 0.2, 0.61, 1.92, 0.2542)
-    assert saturating_curve(0.2542, 0.2, 0.61, 1.92, 0.2542) == pytest.approx((0.2 + 0.61) / 2)
-    (a, log_b, log_c_mid), least = best_fit(compute, curve, 0.2)
-    assert [a, np.exp(log_b), np.exp(log_c_mid)] == pytest.approx([0.61, 1.92, 0.2542], rel=1e-4)
-    assert least == pytest.approx(0.0, abs=1e-10)
 
 
 def test_known_parameters_of_a_curve_that_has_bent():
@@ -57,8 +42,8 @@ def test_the_values_are_those_of_an_independent_fit():
     accuracies = runs_of(40.0)
     fit, mean = fit_curve("clip", STEPS, accuracies), accuracies.mean(axis=0)
 
-    def curve(steps, a, b, c_mid):
-        return mean[0] + (a - mean[0]) / (1 + (c_mid / steps) ** b)
+    def curve(steps, *parameters):
+        return saturating_curve(steps, mean[0], *parameters)
 
     expected, _ = curve_fit(curve, STEPS[2:], mean[2:], p0=(0.5, 1.0, 50.0), bounds=(0, (1, 6, 1e3)))
     assert [fit.asymptote.value, fit.exponent.value, fit.midpoint.value] == pytest.approx(expected, rel=1e-3)
@@ -122,24 +107,19 @@ def test_compute_is_counted_from_the_first_evaluation():
 
 
 def test_too_few_evaluations_are_one_line(tmp_path):
-    def write(name, every):
+    def write(every):
         runs = []
-        for variant, setting in (("clip", "bounds.method=clip"), ("none", "bounds.method=none")):
-            interval = every if variant == "clip" else 25
-            for seed in (0, 1):
-                at = {step: 0.2 + 0.02 * step + 0.01 * seed for step in range(0, 26, interval)}
-                write_run(tmp_path / name / f"{variant}-{seed}", [setting], seed, at, steps=25)
-                runs.append({"name": f"{variant}-{seed}", "variant": variant, "seed": seed})
-        write_plan(tmp_path / name, {"name": name, "baseline": "clip", "runs": runs})
-        return tmp_path / name
+        for (variant, interval), seed in product({"clip": every, "none": 25}.items(), (0, 1)):
+            at = {step: 0.2 + 0.02 * step + 0.01 * seed for step in range(0, 26, interval)}
+            settings, place = [f"bounds.method={variant}"], tmp_path / f"{every}"
+            runs.append(write_variant(place, variant, settings, seed, accuracy=at, steps=25))
+        return runs
 
-    with pytest.raises(UserError) as refused:
-        report_of(write("five", 5), fit=True)
     message = "clip has 5 evaluations after the first tenth, and the fit needs 9; evaluate more often"
-    assert message in str(refused.value)
-    assert "\n" not in str(refused.value)
-    assert not (tmp_path / "five" / "report").exists()
-    report = report_of(write("one", 1), fit=True)
+    with pytest.raises(UserError, match=message):
+        report_on(write(5), tmp_path, fit=True)
+    assert not (tmp_path / "out").exists()
+    report = report_on(write(1), tmp_path, fit=True)
     enough, few = report.fits
     assert (enough.variant, enough.evaluations, bool(enough.curve)) == ("clip", 23, True)
     assert few.unidentified == f"1 evaluation after the first tenth, and the fit needs {MIN_EVALUATIONS}"
@@ -155,10 +135,8 @@ def test_compute_is_the_mean_over_the_seeds_of_what_the_axis_names():
     index = pd.MultiIndex.from_product([["clip"], range(4), STEPS], names=["variant", "seed", "step"])
     accuracy = pd.Series(accuracies.ravel(), index)
     tokens = np.outer([900.0, 1000.0, 1000.0, 1100.0], STEPS)
-    by_step, (by_tokens,) = (
-        fit_curve("clip", STEPS, accuracies),
-        fit_variants(accuracy, pd.Series(tokens.ravel(), index), ["clip"]),
-    )
+    by_step = fit_curve("clip", STEPS, accuracies)
+    (by_tokens,) = fit_variants(accuracy, pd.Series(tokens.ravel(), index), ["clip"])
     assert by_tokens.midpoint.value == pytest.approx(1000 * by_step.midpoint.value)
     assert by_tokens.asymptote.value == pytest.approx(by_step.asymptote.value)
     assert by_tokens.observed[-1][0] == 200_000

@@ -11,12 +11,10 @@ from bandpo_cli.cli.report import print_report
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports.compare_variants import Report
 from bandpo_cli.reports.run_tables import read_runs
-from bandpo_cli.reports.run_variants import Selection, VariantRun, select_runs
+from bandpo_cli.reports.run_variants import select_runs
 from bandpo_cli.reports.tuned_settings import TunedVariant, Tuning, by_learning_rate, read_tuning
-from bandpo_cli.reports.write_report import write_report
-from bandpo_cli.storage import run_folder
 from tests.conftest import output_of
-from tests.reports.sweep_folders import CLIP, KL, report_of, write_plan, write_run, write_sweep
+from tests.reports.sweep_folders import CLIP, KL, report_of, report_on, write_plan, write_sweep, write_variant
 
 CANDIDATES = [
     TunedVariant("clip", "clip a", {"optim.lr": 2e-5}, [0.30, 0.32]),
@@ -92,15 +90,13 @@ def test_a_damaged_tuning_is_refused(tmp_path):
     plan = yaml.safe_load((folder / "sweep.yaml").read_text())
     assert read_tuning(select_runs([folder], tmp_path).sweep) is None
     write_plan(folder, {**plan, "tuning": {**asdict(TUNING), "metric": "speed"}})
-    with pytest.raises(
-        UserError, match=r"sweep\.yaml: tuning\.metric = 'speed': Input should be 'accuracy', 'reward' or"
-    ):
+    message = r"sweep\.yaml: tuning\.metric = 'speed': Input should be 'accuracy', 'reward' or"
+    with pytest.raises(UserError, match=message):
         read_tuning(select_runs([folder], tmp_path).sweep)
 
 
 def _run(folder, variant, *settings, seed=0, final=0.4):
-    path = folder / run_folder.slug(f"{variant}-{seed}")
-    return VariantRun(variant, seed, write_run(path, settings, seed, {0: 0.2, 4: final}))
+    return write_variant(folder, variant, settings, seed, accuracy={0: 0.2, 4: final})
 
 
 def _lines(runs):
@@ -114,10 +110,8 @@ def grid(tmp_path):
     for method, settings, shift in (("clip", CLIP, 0.0), ("kl", KL, 0.2)):
         for rate, final in (("1e-4", 0.5), ("1e-5", 0.3)):
             for seed in (0, 1):
-                change = shift + seed / 100
-                _run(
-                    folder, f"{method} {rate}", *settings, f"optim.lr={rate}", seed=seed, final=final + change
-                )
+                end, lr = final + shift + seed / 100, f"optim.lr={rate}"
+                _run(folder, f"{method} {rate}", *settings, lr, seed=seed, final=end)
     _run(folder, "other", *KL, "optim.lr=1e-5", "optim.schedule=linear", final=0.9)
     return folder
 
@@ -129,7 +123,7 @@ def test_runs_with_equal_other_settings_are_a_line_in_all_forms_of_the_report(gr
         "kl 0.05 schedule=constant": {1e-5: [0.5, 0.51], 1e-4: [0.7, 0.71]},
         "kl 0.05 schedule=linear": {1e-5: [0.9]},
     }
-    report = write_report(Selection("t", None, selection.runs), tmp_path / "out")
+    report = report_on(selection.runs, tmp_path)
     assert report.files["accuracy_lr.png"] == tmp_path / "out" / "accuracy_lr.png"
     caption, markdown = "Held-out accuracy against learning rate", report.files["report.md"].read_text()
     assert f"![{caption}](accuracy_lr.png)" in markdown
@@ -148,10 +142,8 @@ def test_runs_with_equal_other_settings_are_a_line_in_all_forms_of_the_report(gr
     ],
 )
 def test_a_line_has_the_name_of_its_variants_without_the_learning_rate(tmp_path, variants, line):
-    runs = [
-        _run(tmp_path, variant, *CLIP, f"optim.lr={rate}")
-        for variant, rate in zip(variants, RATES, strict=True)
-    ]
+    rates = zip(variants, RATES, strict=True)
+    runs = [_run(tmp_path, variant, *CLIP, f"optim.lr={rate}") for variant, rate in rates]
     assert _lines(runs) == {line: {1e-5: [0.4], 1e-4: [0.4]}}
 
 

@@ -4,7 +4,6 @@ import base64
 import json
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from bandpo_cli.reports.view_page import default_path, open_sources, to_json, wr
 from bandpo_cli.storage.run_folder import EvalFolder, RunFolder
 from bandpo_cli.storage.tables import TokenValues
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
+from tests.reports.pages import Page
 
 HOSTILE = [
     "</script><img src=x onerror=document.title='owned'>",
@@ -55,17 +55,16 @@ def write_run(runs: Path, name: str, problems: tuple[str, str], **changes: Any) 
     for number, key in enumerate(problems):
         rollouts = []
         for length in LENGTHS[2 * number : 2 * number + 2]:
-            completion = Completion(ids[start : start + length], [-1.0] * length, "stop", 0)
+            reason = "length" if length == max(LENGTHS) else "stop"
+            completion = Completion(ids[start : start + length], [-1.0] * length, reason, 0)
             text = "".join(TEXTS[index] for index in ids[start : start + length])
             grade = Grade(float(length % 3 == 1), length % 2 == 0, HOSTILE[2])
             rollouts.append(Rollout(problem(key), f"prompt {HOSTILE[0]}", (1,), completion, text, grade))
             start += length
         groups.append(Group(problem(key), tuple(rollouts)))
-    half = np.linspace(0.1, 2, 19, dtype=np.float16)
-    lengths, unknown = np.array(LENGTHS), np.full(19, np.nan, np.float16)
-    values = TokenValues(
-        lengths, ADVANTAGE, TEXTS, ids, OLD, RATIO, half, half / 2, half * 2, unknown, CLIPPED
-    )
+    half, unknown = np.linspace(0.1, 2, 19, dtype=np.float16), np.full(19, np.nan, np.float16)
+    columns = (ids, OLD, RATIO, half, half / 2, half * 2, unknown, CLIPPED)
+    values = TokenValues(np.array(LENGTHS), ADVANTAGE, TEXTS, *columns)
     run.write_samples(STEP, groups)
     run.write_token_values(STEP, values._replace(**changes))
     return run
@@ -74,42 +73,6 @@ def write_run(runs: Path, name: str, problems: tuple[str, str], **changes: Any) 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     return write_run(tmp_path / "runs", "a", ("p", f"q{HOSTILE[0]}"))
-
-
-class Elements(HTMLParser):
-    """Elements of a page: names, contents of scripts by id, comments, and the text of elements by class."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.names: list[str] = []
-        self.scripts: dict[str | None, str] = {}
-        self.comments: list[str] = []
-        self.tokens: list[str] = []
-        self.title = ""
-        self._path: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.append(tag)
-        self._path.append((tag, dict(attrs)))
-        if self._path[-1][1].get("class") == "tokens":
-            self.tokens.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._path and self._path.pop()[0] != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        tag, attributes = self._path[-1] if self._path else ("", {})
-        if tag == "script":
-            self.scripts[attributes.get("id")] = data
-        elif tag == "title":
-            self.title += data
-        elif any(one.get("class") == "tokens" for _, one in self._path):
-            self.tokens[-1] += data
-
-    def handle_comment(self, data: str) -> None:
-        self.comments.append(data)
 
 
 def decode(column: list[str]) -> np.ndarray:
@@ -121,13 +84,11 @@ def test_the_page_has_the_values_of_the_tables_and_no_markup_of_a_text(run):
     (written,) = write_page(sources, default_path(sources))
     assert written == run.path / "view" / "step-000020.html"
     html = written.read_text()
-    found = Elements(html)
+    found = Page(html)
     assert not {"img", "iframe", "object"} & {*found.names}
     assert found.comments == []
     assert [*found.scripts] == ["data", "part-0", None]
-    assert not [
-        char for text in (found.scripts["data"], found.scripts["part-0"]) for char in text if char in "<>&"
-    ]
+    assert not {*found.scripts["data"], *found.scripts["part-0"]} & {*"<>&"}
     assert all(" " <= char <= "~" for char in found.scripts["part-0"])
     index, part = (json.loads(found.scripts[name]) for name in ("data", "part-0"))
     (source,), (columns,) = index["sources"], (side["columns"] for side in part["sides"])
@@ -138,6 +99,7 @@ def test_the_page_has_the_values_of_the_tables_and_no_markup_of_a_text(run):
     assert part["prompts"] == [f"prompt {HOSTILE[0]}"] * 2
     sides = [group["sides"][0] for group in index["groups"]]
     assert [[item["length"] for item in side] for side in sides] == [[3, 10], [4, 2]]
+    assert [[item["truncated"] for item in side] for side in sides] == [[False, True], [False, False]]
     assert [item["advantage"] for side in sides for item in side] == ADVANTAGE.tolist()
     assert [group["equal"] for group in index["groups"]] == [[False], [False]]
     starts = np.cumsum([0, *LENGTHS])
@@ -154,7 +116,7 @@ def test_a_large_page_loads_parts_from_a_folder(run, monkeypatch):
     monkeypatch.setattr(view, "_PART_TOKENS", 10)
     sources = open_sources(["a"], run.path.parent)
     page, *parts = write_page(sources, run.path / "x.html")
-    index = json.loads(Elements(page.read_text()).scripts["data"])
+    index = json.loads(Page(page.read_text()).scripts["data"])
     assert index["files"] == [str(path.relative_to(run.path)) for path in parts]
     assert len(parts) == 2
     read = [path.read_text() for path in parts]
@@ -177,7 +139,7 @@ def test_hostile_completions_are_text_in_a_browser(run, limit, monkeypatch, tmp_
     command = [str(CHROMIUM), *(f"--{flag}" for flag in flags.split()), "--dump-dom"]
     url = f"{page.as_uri()}#order=sampled&token=0.0.1.2"
     done = subprocess.run([*command, url], capture_output=True, check=True, timeout=60)
-    found = Elements(done.stdout.decode())
+    found = Page(done.stdout.decode())
     assert found.title == "a, step 20"
     assert "img" not in found.names
     assert found.names.count("script") == 3, "the data and one part, and the code of the page"
@@ -201,9 +163,7 @@ def test_two_runs_show_their_common_problems_in_the_order_of_the_first(run):
         np.testing.assert_array_equal(decode(side["columns"]["ratio"]), RATIO[span])
     assert default_path(sources) == run.path / "view" / "step-000020-with-b.html"
     write_run(runs, "c", ("x", "y"))
-    with pytest.raises(
-        UserError, match="a, step 20 and c, step 20 share no problem; runs of the same task and"
-    ):
+    with pytest.raises(UserError, match="a, step 20 and c, step 20 share no problem; runs of the same task"):
         open_sources(["a", "c"], runs)
 
 
@@ -231,9 +191,7 @@ def test_bad_input_is_named_in_one_line(run):
     with pytest.raises(UserError, match="are not of the same completions"):
         open_sources(["d"], runs)
     shutil.rmtree(changed.path / "token_values")
-    with pytest.raises(
-        UserError, match=r"d has no recorded tokens: tracking.tokens_every was 0, .* samples d"
-    ):
+    with pytest.raises(UserError, match=r"d has no recorded tokens: tracking.tokens_every was 0, .* samples"):
         open_sources(["a", "d"], runs)
     with pytest.raises(UserError, match="cannot be written"):
         write_page(open_sources(["a"], runs), run.path)

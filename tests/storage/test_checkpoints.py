@@ -1,6 +1,7 @@
 """Checkpoints on the disk: completeness, which ones are kept, and removal of what a crash left."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.storage.checkpoints import (
     Progress,
     check_contents,
+    check_model_contents,
     complete_checkpoints,
     kept_steps,
     prune_checkpoints,
@@ -65,10 +67,8 @@ def test_an_incomplete_checkpoint_is_reported_as_damaged_and_removed(run, name, 
     assert read_trainer_state(run.checkpoint_dir(10)) == Progress(10, 40, 0, 640, "abc")
     path = run.checkpoint_dir(10) / name
     path.unlink() if damage is None else path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=word):
         read_trainer_state(run.checkpoint_dir(10))
-    assert word in str(error.value)
-    assert "\n" not in str(error.value)
     complete, damaged = complete_checkpoints(run)
     assert (list(complete), list(damaged)) == ([5], [10])
     remove_checkpoints_after(run, 5)
@@ -88,10 +88,8 @@ def test_a_flipped_bit_is_noticed_with_the_name_of_its_file(run):
             flipped = bytearray(content)
             flipped[bit // 8] ^= 1 << bit % 8
             path.write_bytes(flipped)
-            with pytest.raises(UserError) as error:
+            with pytest.raises(UserError, match=re.escape(path.relative_to(folder).as_posix())):
                 check_contents(folder)
-            assert path.relative_to(folder).as_posix() in str(error.value)
-            assert "\n" not in str(error.value)
         path.write_bytes(content)
 
 
@@ -99,7 +97,7 @@ def test_only_a_resume_reads_the_training_state(run):
     make(run, 10)
     folder = run.checkpoint_dir(10)
     (folder / "trainer" / "optimizer.safetensors").write_bytes(b"nothing")
-    check_contents(folder, training_state=False)
+    check_model_contents(folder)
     with pytest.raises(UserError, match=r"optimizer\.safetensors is damaged: its content has changed"):
         check_contents(folder)
 
@@ -139,10 +137,7 @@ scores = st.one_of(st.none(), st.sampled_from([0.25, 0.5, 0.75]))
 )
 def test_the_last_and_the_best_checkpoints_are_kept(table, last, best):
     """Compare with the definition: a step is kept if fewer than `last` are later, or fewer than `best` are better."""
-    records = [
-        {"step": step} if score is None else {"step": step, "eval/a/mean_at_4": score}
-        for step, score in table.items()
-    ]
+    records = [{"step": step, "eval/a/mean_at_4": score} for step, score in table.items()]
     expected = set()
     for step, score in table.items():
         later = sum(other > step for other in table)

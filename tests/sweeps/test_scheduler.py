@@ -46,7 +46,8 @@ sys.exit(0 if accuracy >= 0 else 1)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> SweepFolder:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFolder:
+    monkeypatch.setattr(scheduler, "POLL_S", 0.02)
     sweep = SweepConfig(axes={"bounds.delta": [0.1, 0.2]}, fixed={"steps": 4}, seeds=(0, 1))
     return SweepFolder.create(tmp_path, "s", plan_runs(sweep), "0.1", {})
 
@@ -66,7 +67,6 @@ def execute(
 
     latest: dict[str, RunState] = {}
     monkeypatch.setattr(scheduler, "train_command", command)
-    monkeypatch.setattr(scheduler, "POLL_S", 0.02)
     steps = {run.name: 4 for run in folder.runs}
     failures = run_sweep(folder, LocalPool([{}] * slots), steps, latest.update, margin=margin)
     return failures, started, latest
@@ -95,12 +95,10 @@ def test_an_error_after_the_end_of_a_run_is_a_warning(folder, monkeypatch, caplo
     )
     command = [sys.executable, "-S", "-c", code]
     monkeypatch.setattr(scheduler, "train_command", lambda sweep, name: [*command, str(sweep.path / name)])
-    monkeypatch.setattr(scheduler, "POLL_S", 0.02)
     assert run_sweep(folder, LocalPool([{}] * 2), dict.fromkeys(ALL, 4), lambda _: None) == {}
     assert folder.pending() == []
-    assert (
-        "run 0.1-s0 is finished, but its process ended otherwise: exit code 1: error: no font" in caplog.text
-    )
+    warning = "run 0.1-s0 is finished, but its process ended otherwise: exit code 1: error: no font"
+    assert warning in caplog.text
 
 
 STUBBORN = """
@@ -131,7 +129,6 @@ def test_runs_start_while_another_one_ignores_the_request_to_stop(folder, monkey
         return [sys.executable, "-S", "-c", STUBBORN, str(sweep.path), name]
 
     monkeypatch.setattr(scheduler, "train_command", command)
-    monkeypatch.setattr(scheduler, "POLL_S", 0.02)
     latest: dict[str, RunState] = {}
     run_sweep(folder, LocalPool([{}] * 2), dict.fromkeys(ALL, 4), latest.update, margin=0.3)
     assert [latest[name].status for name in ALL] == ["finished", "stopped", "finished", "finished"]
@@ -288,28 +285,25 @@ def test_stop_interrupts_and_then_kills_the_process_group(tmp_path):
     check_ended([int(log_of(tmp_path, "ignoring"))])
 
 
-def test_slots_share_cores_and_gpus():
-    assert slot_environments(2, 8, [], {}) == [{"OMP_NUM_THREADS": "4"}] * 2
-    assert slot_environments(3, 2, [], {}) == [{"OMP_NUM_THREADS": "1"}] * 3
-    assert slot_environments(1, 8, [], {"OMP_NUM_THREADS": "2"}) == [{"OMP_NUM_THREADS": "2"}]
-    gpus = [slot["CUDA_VISIBLE_DEVICES"] for slot in slot_environments(3, 8, ["4", "6"], {})]
-    assert gpus == ["4", "6", "4"]
+@pytest.mark.parametrize(
+    ("slots", "cores", "ranks", "threads"), [(2, 8, 1, 4), (3, 2, 1, 1), (1, 4, 2, 2), (2, 2, 2, 1)]
+)
+def test_slots_and_their_ranks_share_cores(slots, cores, ranks, threads):
+    expected = [{"OMP_NUM_THREADS": f"{threads}"}] * slots
+    assert slot_environments(slots, cores, [], {}, ranks=ranks) == expected
+    chosen = {"OMP_NUM_THREADS": "7"}
+    assert slot_environments(slots, cores, [], chosen, ranks=ranks) == [chosen] * slots
+
+
+def test_slots_of_several_ranks_have_disjoint_sets_of_gpus():
+    """A fifth GPU is left over; the third slot shares the GPUs of the first."""
+    for gpus, ranks, sets in ((["4", "6"], 1, ["4", "6", "4"]), ([*"01234"], 2, ["0,1", "2,3", "0,1"])):
+        slots = slot_environments(3, 16, gpus, {}, ranks=ranks)
+        assert [slot["CUDA_VISIBLE_DEVICES"] for slot in slots] == sets
+        assert {slot["OMP_NUM_THREADS"] for slot in slots} == {f"{16 // (3 * ranks)}"}
     for text, visible in {"1, 3": ["1", "3"], "": [], "-1": []}.items():
         assert visible_gpus({"CUDA_VISIBLE_DEVICES": text}) == visible
 
 
-def test_slots_of_several_ranks_have_disjoint_sets_of_gpus():
-    gpus = ["0", "1", "2", "3", "4"]
-    slots = slot_environments(3, 16, gpus, {}, ranks=2)
-    # A fifth GPU is left over; the third slot shares the GPUs of the first.
-    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["0,1", "2,3", "0,1"]
-    assert {slot["OMP_NUM_THREADS"] for slot in slots} == {"2"}, "16 cores for 6 ranks"
-    assert slot_environments(1, 4, [], {}, ranks=2) == [{"OMP_NUM_THREADS": "2"}]
-    assert slot_environments(2, 2, [], {}, ranks=2) == [{"OMP_NUM_THREADS": "1"}] * 2
-    assert slot_environments(1, 8, ["7"], {}, ranks=1)[0]["CUDA_VISIBLE_DEVICES"] == "7"
-
-
 def test_total_time_of_runs_in_slots():
-    assert total_seconds([10, 10, 10], 1) == 30
-    assert total_seconds([10, 10, 10], 2) == 20
-    assert total_seconds([30, 10, 10, 10], 2) == 30
+    assert (total_seconds([10, 10, 10], 2), total_seconds([30, 10, 10, 10], 2)) == (20, 30)

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.experiments import sweep
 from bandpo_cli.experiments import sweep as run_sweep
 from bandpo_cli.reports.compare_variants import Report
 from bandpo_cli.storage.sweep_folder import SweepFolder
@@ -142,11 +141,11 @@ def test_a_resume_has_as_many_runs_at_a_time_unless_the_number_is_given(tmp_path
     jobs: list[int | None] = []
     monkeypatch.setattr(sweep_run, "_run_pending", lambda folder, executor, *_: jobs.append(executor.jobs))
     config = SweepConfig(seeds=(0, 1))
-    sweep(config, executor=sweep_run.Executor(jobs=1), runs_dir=tmp_path, name="one")
-    sweep(config, runs_dir=tmp_path, name="default")
+    run_sweep(config, executor=Executor(jobs=1), runs_dir=tmp_path, name="one")
+    run_sweep(config, runs_dir=tmp_path, name="default")
     for name in ("one", "default"):
-        sweep(name, runs_dir=tmp_path)
-    sweep("one", executor=sweep_run.Executor(jobs=2), runs_dir=tmp_path)
+        run_sweep(name, runs_dir=tmp_path)
+    run_sweep("one", executor=Executor(jobs=2), runs_dir=tmp_path)
     assert jobs == [1, None, 1, None, 2]
 
 

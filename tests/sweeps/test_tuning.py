@@ -58,11 +58,8 @@ def set_status(runs_dir: Path, run: str, status: str | None, **summary: str) -> 
 
 def settings_of(runs_dir: Path, config: SweepConfig) -> Mapping[str, tuple[float, float | None]]:
     """Return learning rate and radius of each variant."""
-    request = plan_from_config(config, [], runs_dir)
-    return {
-        run.variant: (config.optim.lr, getattr(config.bounds, "delta", None))
-        for run, config in request.runs.items()
-    }
+    runs = plan_from_config(config, [], runs_dir).runs
+    return {run.variant: (of.optim.lr, getattr(of.bounds, "delta", None)) for run, of in runs.items()}
 
 
 def test_each_group_has_the_settings_with_the_best_mean_and_new_seeds(runs_dir):
@@ -86,10 +83,7 @@ def test_the_plan_on_disk_says_how_the_settings_were_chosen(runs_dir):
     tuning = read_tuning(folder)
     assert tuning == request.tuning
     assert (tuning.sweep, tuning.metric, tuning.seeds) == ("tuning", "accuracy", [100, 101])
-    assert [variant.variant for variant in tuning.variants if variant.chosen] == [
-        "clip lr=1e-05",
-        "kl 0.1 lr=1e-05",
-    ]
+    assert [item.variant for item in tuning.variants if item.chosen] == ["clip lr=1e-05", "kl 0.1 lr=1e-05"]
     finals = {variant: list(values.values()) for (_, variant, _), values in FINALS.items()}
     assert {variant.variant: variant.values for variant in tuning.variants} == finals
     assert [variant.settings for variant in tuning.variants[:2]] == [{"optim.lr": 1e-5}, {"optim.lr": 1e-4}]

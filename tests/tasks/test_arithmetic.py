@@ -73,11 +73,13 @@ def test_split_does_not_depend_on_other_settings():
     assert fewer == HELDOUT[: len(fewer)]
 
 
-def test_order_is_fixed():
-    # Literal ids: another hash would hold out problems that the bundled model was trained on.
-    first = ["countdown/1 1 4 4=16", "countdown/1 2 2 5=2", "countdown/3 3 3 4=21"]
-    assert [problem.id for problem in HELDOUT[:3]] == first
-    assert (len(COUNTDOWN.train_problems()), len(HELDOUT)) == (9548, 1077)
+def test_the_splits_are_fixed():
+    # Literal ids: another hash would hold out problems that the bundled models were trained on.
+    first = ["countdown/1 1 4 4=16", "countdown/1 2 2 5=2", "calculator/37*69+26", "calculator/17*70+89"]
+    assert [problem.id for problem in (*HELDOUT[:2], *CALCULATOR_HELDOUT[:2])] == first
+    assert (len(COUNTDOWN.train_problems()), len(HELDOUT), len(CALCULATOR_HELDOUT)) == (9548, 1077, 786)
+    ids = {problem.id for problem in CALCULATOR_HELDOUT}
+    assert not ids & {problem.id for problem in CALCULATOR_TRAIN}
 
 
 def test_settings_without_a_heldout_problem_are_rejected():
@@ -97,16 +99,6 @@ def test_every_problem_has_the_value_of_its_expression_as_its_answer():
         assert int(problem.answer) == calculate(expression_of(problem)) > 0
         assert grade_gsm8k_flexible(problem, problem.answer).correct
     assert {operator for problem in problems for operator in "+-" if operator in problem.id} == {"+", "-"}
-
-
-def test_split_of_the_calculator_is_fixed():
-    # Literal ids: another hash would hold out problems that the bundled model was trained on.
-    assert [problem.id for problem in CALCULATOR_HELDOUT[:2]] == [
-        "calculator/37*69+26",
-        "calculator/17*70+89",
-    ]
-    assert len(CALCULATOR_HELDOUT) == 786
-    assert not {problem.id for problem in CALCULATOR_HELDOUT} & {problem.id for problem in CALCULATOR_TRAIN}
 
 
 @pytest.mark.slow
@@ -140,20 +132,16 @@ def test_tokens_and_template_of_the_model(source):
 
 
 def test_the_model_belongs_to_the_task():
-    assert resolve([{"task": {"name": "calculator"}}]).model.path == "embedded-calculator"
-    assert (
-        resolve([{"task": {"name": "calculator"}, "model": {"path": "org/name"}}]).sampling.max_tokens == 1024
-    )
-    assert (
-        resolve([{"task": {"name": "calculator"}, "model": {"dtype": "float32"}}]).sampling.max_tokens == 48
-    )
+    task = {"task": {"name": "calculator"}}
+    assert resolve([task]).model.path == "embedded-calculator"
+    assert resolve([task, {"model": {"path": "org/name"}}]).sampling.max_tokens == 1024
+    assert resolve([task, {"model": {"dtype": "float32"}}]).sampling.max_tokens == 48
     assert resolve([{"model": {"path": "embedded-calculator"}}]).task.name == "calculator"
     for model, task in (("embedded", "calculator"), ("embedded-calculator", "countdown")):
         config = resolve([{"task": {"name": task}, "model": {"path": model}}])
         trained = {"calculator": "countdown", "countdown": "calculator"}[task]
-        with pytest.raises(
-            ConfigError, match=f"trained on {trained} only; add --model MODEL, .*, or take --task {trained}$"
-        ):
+        message = f"trained on {trained} only; add --model MODEL, .*, or take --task {trained}$"
+        with pytest.raises(ConfigError, match=message):
             check_model_and_task(config, "--task")
 
 
@@ -167,9 +155,8 @@ def test_the_model_calls_its_tool_for_some_problems(tmp_path):
 
 
 def stream_of(size: int, seed: int, position: int = 0) -> ProblemStream:
-    return ProblemStream(
-        [Problem(str(index), "", "", "test", "math") for index in range(size)], seed, position
-    )
+    problems = [Problem(str(index), "", "", "test", "math") for index in range(size)]
+    return ProblemStream(problems, seed, position)
 
 
 SIZES, SEEDS = st.integers(1, 12), st.integers(0, 2**32)

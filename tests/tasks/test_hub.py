@@ -50,9 +50,7 @@ def test_downloaded_copy_of_a_known_dataset_keeps_its_subset_and_splits(tmp_path
         files = [{"split": split, "path": f"{subset}/{split}.jsonl"} for split in ("train", "test")]
         configs.append({"config_name": subset, "data_files": files})
         for file in files:
-            (tmp_path / file["path"]).write_text(
-                json.dumps({"question": subset + file["split"], "answer": 1})
-            )
+            jsonl(tmp_path / file["path"], {"question": subset + file["split"], "answer": 1})
     (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
     source = Source(name="gsm8k", path=str(tmp_path))
     other = source.model_copy(update={"subset": "socratic", "split": "test"})
@@ -96,7 +94,7 @@ KNOWN = {
     "aime26": ({"problem_idx": 1, "problem": "q", "answer": 277}, "277"),
     "amc23": ({"question": "q", "answer": "27"}, "27"),
     "hmmt25": (
-        {"problem_idx": 2, "problem": "q", "answer": "\\frac{1}{576}", "problem_type": ["Algebra"]},
+        {"problem_idx": 2, "problem": "q", "answer": "\\frac{1}{576}", "problem_type": []},
         "\\frac{1}{576}",
     ),
     "brumo25": (
@@ -140,21 +138,9 @@ def test_default_sources_of_dapo(requests, monkeypatch):
 
 GSM8K = "{name: gsm8k, path: FILE}"
 UNREACHABLE: list[tuple[dict[str, Any], str, str]] = [
-    (
-        {"name": "gsm8k"},
-        "openai/gsm8k",
-        f"--set 'task.train={GSM8K}' --set 'task.heldout={GSM8K}' --model FOLDER",
-    ),
-    (
-        {"name": "data", "train": [{"path": "some/where", "split": "a"}]},
-        "some/where",
-        "{path: FILE}' --model FOLDER",
-    ),
-    (
-        {"name": "gsm8k", "train": ["sums.jsonl"]},
-        "openai/gsm8k",
-        f"copies: --set 'task.heldout={GSM8K}' --model",
-    ),
+    ({"name": "gsm8k"}, "openai/gsm8k", f"'task.train={GSM8K}' --set 'task.heldout={GSM8K}' --model FOLDER"),
+    ({"name": "data", "train": [{"path": "o/x", "split": "a"}]}, "o/x", "{path: FILE}' --model FOLDER"),
+    ({"name": "gsm8k", "train": ["sums.jsonl"]}, "openai/gsm8k", f"copies: --set 'task.heldout={GSM8K}' --m"),
 ]
 
 

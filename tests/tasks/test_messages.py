@@ -7,10 +7,6 @@ from typing import Any
 
 import pandas
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
 
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
@@ -20,6 +16,7 @@ from bandpo_cli.tasks.task import build_task
 from bandpo_cli.types import Message, Problem
 from tests.tasks.stored_completions import jsonl
 from tests.text_model import TEMPLATE as CHATML
+from tests.text_model import word_tokenizer
 
 STRICT = (  # as Gemma's: no system message, and turns alternate
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -47,19 +44,11 @@ def other(answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": f"Say {answer}."}], "answer": answer}
 
 
-def encoder(template: str | None) -> PromptEncoder:
-    backend = Tokenizer(WordLevel({"?": 0}, unk_token="?"))
-    backend.pre_tokenizer = Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
-    tokenizer.chat_template = template
-    return PromptEncoder(tokenizer)
-
-
 def test_all_turns_reach_the_chat_template_unchanged(tmp_path):
     """System message, few-shot turns and blanks included; the text is the one that samples store."""
     rows = [{"messages": FEW_SHOT, "answer": "12"}, {"messages": [QUESTION], "answer": "13"}]
     problems, notes = read(jsonl(tmp_path / "chat.jsonl", *rows), system="unused")
-    (encoded,) = encoder(CHATML).encode([problems["12"]])
+    (encoded,) = PromptEncoder(word_tokenizer(CHATML)).encode([problems["12"]])
     assert encoded.text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\nWhat is 1+1?<|im_end|>\n"
@@ -67,34 +56,31 @@ def test_all_turns_reach_the_chat_template_unchanged(tmp_path):
         "<|im_start|>user\n What is 3*4?\n<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    assert (
+    note = (
         "chat: has chat messages; task.template does not apply, task.system where they have no system message"
-        in notes
     )
+    assert note in notes
 
 
 def test_models_without_a_template_or_with_one_that_refuses_the_turns(tmp_path):
     path = jsonl(tmp_path / "chat.jsonl", {"messages": FEW_SHOT, "answer": "12", "id": "first"}, other("13"))
     problems, _ = read(path, train={"path": str(path), "fields": {"id": "id"}})
-    (encoded,) = encoder(None).encode([problems["12"]])
+    (encoded,) = PromptEncoder(word_tokenizer(None)).encode([problems["12"]])
     assert encoded.text == "Be brief.\n\nWhat is 1+1?\n\nAnswer: 2\n\n What is 3*4?\n"
     with pytest.raises(ConfigError, match=r"problem chat/first: .*refuses its messages.*must alternate"):
-        encoder(STRICT).encode([problems["12"]])
+        PromptEncoder(word_tokenizer(STRICT)).encode([problems["12"]])
 
 
 def test_an_assistant_message_at_the_end_is_the_answer_or_left_out(tmp_path):
     """As in data for supervised fine-tuning: it is left out where a field has the answer, unless it is that field."""
     last = Message("user", QUESTION["content"])
-    rows: list[dict[str, Any]] = [
-        {"messages": [SYSTEM, QUESTION, SOLUTION]},
-        {"messages": [*FEW_SHOT[1:], SOLUTION]},
-    ]
-    problems, notes = read(jsonl(tmp_path / "sft.jsonl", *rows, {"messages": [QUESTION]}))
+    turns = ([SYSTEM, QUESTION, SOLUTION], [*FEW_SHOT[1:], SOLUTION], [QUESTION])
+    problems, notes = read(jsonl(tmp_path / "sft.jsonl", *({"messages": messages} for messages in turns)))
     assert set(problems) == {"12"}
     assert "sft: 2 problems; dropped: 1 without an answer" in notes
     assert "sft: the assistant message at the end of 2 prompts is the reference answer" in notes
     assert problems["12"].prompt[-1] == last
-    rows = [{"messages": [*turns, SOLUTION], "answer": "13"} for turns in ([QUESTION], FEW_SHOT)]
+    rows = [{"messages": [*messages, SOLUTION], "answer": "13"} for messages in ([QUESTION], FEW_SHOT)]
     path = jsonl(tmp_path / "chat.jsonl", *rows, {"messages": [QUESTION], "answer": "13"})
     problems, notes = read(path)
     assert set(problems) == {"13"}
@@ -139,9 +125,7 @@ def user(content: Any) -> list[dict[str, Any]]:
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
-NO_TEXT = (
-    "has content that is no text in UTF-8; only a text, or a list of parts of the type 'text', is supported"
-)
+NO_TEXT = "has content that is no text in UTF-8; only a text, or a list of parts of the type 'text', is supp"
 MALFORMED: list[tuple[Any, str]] = [
     *((value, f"message 1 {NO_TEXT}") for value in (
         [{"role": "user"}], user("a\udc00"), user([IMAGE]), user(["text"]), user([{"type": "text"}]),

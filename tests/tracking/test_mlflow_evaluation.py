@@ -30,35 +30,23 @@ def store_of(run: RunFolder) -> Store:
     return tracking_store(TrackingConfig(), run.path.parent, {})
 
 
-def mirror(run: RunFolder, status: Any) -> None:
-    """Track the three steps of `run`, each with an evaluation, and end it with `status`."""
-    records = run.read_metrics()
-    run.metrics_path.unlink()
-    for record in records:
-        run.append_metrics({**record, "eval/a/mean_at_4": record["step"] / 10})
-    track(store_of(run), run, status)
+def mirror(run: RunFolder) -> str:
+    """Track the three steps of `run` and return the address of the store."""
+    store = store_of(run)
+    track(store, run)
+    return store.uri
 
 
-def send(
-    run: RunFolder, evaluation: EvalFolder, step: int | None = 3, run_folder: Path | None = None
-) -> Path:
-    about: Any = (
-        {"seed": 7, "model": {"path": "x"}},
-        {"versions": {"torch": "2"}},
-        [evaluation.path / "eval.json"],
-    )
-    return send_evaluation(store_of(run), evaluation.path, run_folder, step, METRICS, *about)
-
-
-def runs_of(run: RunFolder) -> tuple[Any, dict[str, Any]]:
-    return client_of(store_of(run).uri), runs_at(store_of(run).uri)
+def send(run: RunFolder, evaluation: EvalFolder) -> Path:
+    about: Any = ({"seed": 7}, {"versions": {"torch": "2"}}, [evaluation.path / "eval.json"])
+    return send_evaluation(store_of(run), evaluation.path, run.path, 3, METRICS, *about)
 
 
 @pytest.mark.parametrize("of_run", [True, False])
 def test_links_are_written_under_the_lock_of_the_sender(run, evaluation, monkeypatch, of_run):
     """A tracker or `bandpo sync` that writes the link at the same time would lose one of the two."""
     if of_run:  # the run was sent, and its entry has lost the id: it is found by its key and written again
-        mirror(run, "FINISHED")
+        mirror(run)
         (place,) = read_places(run.path, "mlflow")
         write_place(run.path, "mlflow", replace(place, remote_id=""))
     locked: list[bool] = []
@@ -71,15 +59,14 @@ def test_links_are_written_under_the_lock_of_the_sender(run, evaluation, monkeyp
         write_place(folder, tracker, place)
 
     monkeypatch.setattr(bandpo_cli.tracking.mlflow_tracker, "write_place", record)
-    send(run, evaluation, run_folder=run.path)
+    send(run, evaluation)
     assert locked == [True]
 
 
 def test_an_evaluation_gets_its_own_run_if_mlflow_lacks_the_run_of_the_model(run, evaluation):
     """The run was trained without MLflow, or deleted there."""
-    assert send(run, evaluation, run_folder=run.path) == evaluation.path
-    mirror(run, "FINISHED")
-    client, runs = runs_of(run)
-    client.delete_run(runs["first"].info.run_id)
-    assert send(run, evaluation, run_folder=run.path) == evaluation.path
-    assert set(runs_of(run)[1]) == {"an-evaluation"}
+    assert send(run, evaluation) == evaluation.path
+    uri = mirror(run)
+    client_of(uri).delete_run(runs_at(uri)["first"].info.run_id)
+    assert send(run, evaluation) == evaluation.path
+    assert set(runs_at(uri)) == {"an-evaluation"}

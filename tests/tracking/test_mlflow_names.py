@@ -1,7 +1,7 @@
 """Names, params, tags and files in the form that MLflow accepts, by its own validators, and without secrets."""
 
 import math
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 
 import pytest
@@ -12,36 +12,23 @@ from bandpo_cli.tracking.mlflow_store import Store, tracking_store, ui_command, 
 from bandpo_cli.tracking.mlflow_tracker import flat_params, run_tags
 from bandpo_cli.tracking.sender import run_artifacts
 from bandpo_cli.tracking.trackers import Place, finite_metrics, mlflow_name, write_place
-from bandpo_cli.types import status_of
 from tests.cli.eval_command import Done, bandpo
 from tests.cli.train_runs import SMALL
 
+NAMES = {
+    "eval/gsm8k/mean_at_16": "eval/gsm8k/mean_at_16", "clip/x/p_0.001_0.01": "clip/x/p_0.001_0.01", "π": "_",
+    "mean@16": "mean_at_16", "share[p<0.1]": "share_p_lt_0.1_", "eval/org/task:v1": "eval/org/task_v1",
+    "/a//b/../c/": "a/b/c", "": "unnamed", "x" * 400: "x" * 250,
+}  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("name", "legal"),
-    [
-        ("eval/gsm8k/mean_at_16", "eval/gsm8k/mean_at_16"),
-        ("clip/active_fraction/p_0.001_0.01", "clip/active_fraction/p_0.001_0.01"),
-        ("mean@16", "mean_at_16"),
-        ("share[p<0.1]", "share_p_lt_0.1_"),
-        ("eval/org/task:v1", "eval/org/task_v1"),
-        ("/a//b/../c/", "a/b/c"),
-        ("π", "_"),
-        ("", "unnamed"),
-        ("x" * 400, "x" * 250),
-    ],
-)
-def test_names_become_legal_and_legal_names_are_unchanged(name, legal):
+
+def test_names_become_legal_and_legal_names_are_unchanged():
     from mlflow.utils.validation import _validate_metric_name, _validate_param_name
 
-    assert mlflow_name(name) == legal
-    _validate_metric_name(legal)
-    _validate_param_name(legal)
-
-
-def test_only_finite_numbers_are_metrics():
-    record = {"step": 3, "a": 1, "b": math.nan, "c": None, "d": True, "e": "x", "f": -math.inf, "g@1": 2.5}
-    assert finite_metrics(record) == {"a": 1.0, "g_at_1": 2.5}
+    assert {name: mlflow_name(name) for name in NAMES} == NAMES
+    for legal in NAMES.values():
+        _validate_metric_name(legal)
+        _validate_param_name(legal)
 
 
 def test_the_charts_of_accuracy_entropy_and_reward_are_first_and_those_of_bins_last_and_in_order():
@@ -53,7 +40,8 @@ def test_the_charts_of_accuracy_entropy_and_reward_are_first_and_those_of_bins_l
     bins = {f"{metric}/p_{edges}" for metric in metrics for edges in ranges}
     keys = [*bins, "clip/active_fraction", "eval/a/mean_at_4", "time/step", "train/accuracy", "train/entropy"]
     keys += ["train/response_length", "train/reward"]
-    names = finite_metrics({key: index / 7 for index, key in enumerate(keys)})
+    values = {key: index / 7 for index, key in enumerate(keys)}
+    names = finite_metrics(values)
     for name in names:
         _validate_metric_name(name)
     charts = sorted(tuple(name.rpartition("/")[::2]) for name in names)
@@ -62,41 +50,35 @@ def test_the_charts_of_accuracy_entropy_and_reward_are_first_and_those_of_bins_l
     assert sections["Main"] == ["accuracy", "clip_fraction", "entropy", "heldout_accuracy", "reward"]
     assert sections["train"] == ["accuracy", "entropy", "response_length", "reward"]
     edges = ["0.000_0.001", "0.001_0.010", "0.010_0.100", "0.100_0.500", "0.500_0.900", "0.900_1.000"]
-    assert sections["vs_probability"] == [
-        f"{metric}_p_{edge}"
-        for metric in ("active_fraction", "token_share", "weight_mean_positive")
-        for edge in edges
-    ]
-    values = dict(zip(keys, (index / 7 for index in range(len(keys))), strict=True))
+    charts_of_bins = product(("active_fraction", "token_share", "weight_mean_positive"), edges)
+    assert sections["vs_probability"] == [f"{metric}_p_{edge}" for metric, edge in charts_of_bins]
     assert names["Main/entropy"] == names["train/entropy"] == values["train/entropy"]
     assert names["vs_probability/token_share_p_0.000_0.001"] == values["clip/token_share/p_0_0.001"]
     assert names["vs_probability/active_fraction_p_0.900_1.000"] == values["clip/active_fraction/p_0.9_1"]
 
 
-def test_bins_with_close_edges_have_different_names_and_the_copy_of_a_missing_metric_is_absent():
-    low, high = "token_share_p_0.000_0.0001", "token_share_p_0.0001_0.0002"
-    bins = {"clip/token_share/p_0_0.0001": 0.25, "clip/token_share/p_0.0001_0.0002": 0.5}
-    assert finite_metrics({**bins, "train/reward": 0.5, "train/entropy": None}) == {
-        f"vs_probability/{low}": 0.25, f"vs_probability/{high}": 0.5, "train/reward": 0.5, "Main/reward": 0.5,
-    }  # fmt: skip
+def test_only_finite_numbers_are_metrics_and_bins_with_close_edges_have_different_names():
+    record = {"step": 3, "a": 1, "b": math.nan, "c": None, "d": True, "e": "x", "f": -math.inf, "g@1": 2.5}
+    bins = {
+        "clip/token_share/p_0_0.0001": 0.25,
+        "clip/token_share/p_0.0001_0.0002": 0.5,
+        "train/entropy": None,
+    }
+    expected = {"token_share_p_0.000_0.0001": 0.25, "token_share_p_0.0001_0.0002": 0.5}
+    assert finite_metrics(record) == {"a": 1.0, "g_at_1": 2.5}
+    assert finite_metrics(bins) == {f"vs_probability/{name}": share for name, share in expected.items()}
 
 
 def test_held_out_metrics_are_first_with_their_means_but_not_those_of_another_evaluation():
     scores = {"eval/a/mean_at_4": 0.25, "eval/b/mean_at_8": 0.75, "eval/a/reward": 0.5, "eval/b/reward": 1.0}
-    assert finite_metrics({"time/step": 1.0, **scores}) == {
-        "time/step": 1.0, **scores, "Main/heldout_accuracy": 0.5, "Main/heldout_reward": 0.75,
-    }  # fmt: skip
+    means = {"Main/heldout_accuracy": 0.5, "Main/heldout_reward": 0.75}
+    assert finite_metrics({"time/step": 1.0, **scores}) == {"time/step": 1.0, **scores, **means}
     assert finite_metrics(scores) == scores
 
 
 def test_params_are_flat_and_short_and_contain_no_password():
-    config = {
-        "seed": 3,
-        "bounds": {"method": "band", "relax": None, "delta": 0.05},
-        "task": {"extra": {}, "levels": [3, 4]},
-        "tracking": {"uri": "http://me:secret@h"},
-        "long": "x" * 7000,
-    }
+    config = {"seed": 3, "bounds": {"method": "band", "relax": None, "delta": 0.05}, "long": "x" * 7000}
+    config |= {"task": {"extra": {}, "levels": [3, 4]}, "tracking": {"uri": "http://me:secret@h"}}
     assert flat_params(config) == {
         "seed": "3", "bounds.method": "band", "bounds.relax": "null", "bounds.delta": "0.05", "task.extra": "{}",
         "task.levels": "[3, 4]", "tracking.uri": "http://***@h", "long": "x" * 6000,
@@ -104,19 +86,17 @@ def test_params_are_flat_and_short_and_contain_no_password():
 
 
 def test_tags_have_source_commit_and_versions():
-    git = {"commit": "abc", "dirty": True}
-    parent = {"run": "runs/a", "step": 4}
-    env = {"command": "bandpo train", "git": git, "versions": {"torch": "2.13.0"}, "parent": parent}
-    tags = run_tags(env)
+    env = {
+        "command": "bandpo train",
+        "git": {"commit": "abc", "dirty": True},
+        "versions": {"torch": "2.13.0"},
+    }
+    tags = run_tags(env | {"parent": {"run": "runs/a", "step": 4}})
     assert tags.pop("mlflow.user")
     assert tags == {
-        "bandpo.fork": "runs/a@4",
-        "mlflow.source.name": "bandpo train",
-        "mlflow.source.type": "LOCAL",
-        "mlflow.source.git.commit": "abc",
-        "git.dirty": "true",
-        "version.torch": "2.13.0",
-    }
+        "bandpo.fork": "runs/a@4", "mlflow.source.name": "bandpo train", "mlflow.source.type": "LOCAL",
+        "mlflow.source.git.commit": "abc", "git.dirty": "true", "version.torch": "2.13.0",
+    }  # fmt: skip
     assert "mlflow.source.git.commit" not in run_tags({"git": None})
 
 
@@ -149,22 +129,18 @@ def test_ui_command_is_a_shell_command_or_an_address_without_password(tmp_path, 
     assert ui_command(uri.format(here=tmp_path)) == command
 
 
-def test_the_text_for_a_run_is_its_address_on_a_server_and_else_the_command_and_then_the_address(
-    tmp_path, monkeypatch
-):
+def test_the_text_for_a_run_is_its_address_on_a_server_and_else_the_command_before_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = "/#/experiments/7/runs/abc/model-metrics?workflowType=machine_learning"
     server = Store("http://me:secret@h:8080/mlflow/", "e", None)
     file = Store(f"sqlite:///{tmp_path}/mlflow.db", "e", None)
     assert ui_text(tmp_path, server) == "http://h:8080/mlflow"  # MLflow has not answered
-    assert ui_text(tmp_path, file) == "mlflow ui --backend-store-uri sqlite:///mlflow.db"
+    command = "mlflow ui --backend-store-uri sqlite:///mlflow.db"
+    assert ui_text(tmp_path, file) == command
     for store in (server, file):
         write_place(tmp_path, "mlflow", Place(store.destination, "e", "k", "experiments/7/runs/abc"))
     assert ui_text(tmp_path, server) == f"http://h:8080/mlflow{page}"
-    assert ui_text(tmp_path, file).splitlines() == [
-        "mlflow ui --backend-store-uri sqlite:///mlflow.db",
-        f"http://127.0.0.1:5000{page}",
-    ]
+    assert ui_text(tmp_path, file).splitlines() == [command, f"http://127.0.0.1:5000{page}"]
 
 
 def test_of_many_sample_files_mlflow_gets_the_first_last_and_evaluated_ones(run):
@@ -176,13 +152,6 @@ def test_of_many_sample_files_mlflow_gets_the_first_last_and_evaluated_ones(run)
     samples = [f"samples/step-{step:06d}.parquet" for step in (1, 20, 40)]
     top = ["config.yaml", "env.json", "metrics.jsonl", "summary.json"]
     assert names == [*top, "evals/step-000020.json", *samples]
-
-
-def test_the_status_follows_from_the_exception():
-    assert status_of(None) == "FINISHED"
-    assert status_of(RuntimeError()) == "FAILED"
-    assert status_of(KeyboardInterrupt()) == "KILLED"
-    assert status_of(SystemExit(143)) == "KILLED"
 
 
 SECRET = "s3cr3t"

@@ -152,9 +152,8 @@ def sync(server: MlflowServer, folder: RunFolder, monkeypatch: pytest.MonkeyPatc
     the sync. The number of values that the sync sends is therefore not determined.
     """
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
-    first, again = (
-        RunSender("mlflow", folder.path, Store(server.uri, "bandpo", None)).send() for _ in range(2)
-    )
+    store = Store(server.uri, "bandpo", None)
+    first, again = (RunSender("mlflow", folder.path, store).send() for _ in range(2))
     assert (first.metrics.new + first.metrics.there, first.metrics.differing) == (20 * STEPS, 0)
     assert (again.metrics.new, again.files, again.ended) == (0, 0, False)
     assert (server.values(folder.name), server.status(folder.name)) == (expected(folder), "FINISHED")
@@ -186,9 +185,7 @@ def test_a_server_that_is_killed_and_restarted_during_the_run(server, folder, ca
     assert "cannot be reached" in message
 
 
-def test_a_server_that_is_stopped_at_the_end_of_the_run_gets_the_rest_by_sync(
-    server, folder, caplog, monkeypatch
-):
+def test_a_server_that_is_stopped_at_the_end_gets_the_rest_by_sync(server, folder, caplog, monkeypatch):
     stop = interrupt(server, folder, lambda: server.send(signal.SIGSTOP))
     track_steps(folder, server, {4: stop, STEPS: lambda: wait_for(lambda: caplog.messages)})
     assert len(caplog.messages) == 2

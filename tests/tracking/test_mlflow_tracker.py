@@ -34,7 +34,7 @@ from tests.tracking.tracked import (
     start_tracker,
     track,
     write_settings,
-)
+)  # fmt: skip
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it refuses at once
 
@@ -81,9 +81,7 @@ def test_a_sqlite_file_in_the_runs_folder_gets_the_complete_record(run, mirror):
     assert check_complete(store.uri, "FINISHED").run_id != first.run_id
 
 
-def test_a_runs_folder_with_special_characters_and_a_database_that_a_killed_run_left_half_created(
-    run, mirror
-):
+def test_a_folder_with_special_characters_and_a_database_that_a_killed_run_left_half_created(run, mirror):
     odd = run.path.parent.parent / "my runs %20 #1 é"
     run.path.parent.rename(odd)
     half = odd / ".mlflow.db.new"
@@ -220,7 +218,7 @@ def client(store: Store) -> Any:
         ({KIND: ""}, ""),
     ],
 )
-def test_the_kind_of_an_experiment_is_model_training_unless_a_user_has_chosen_one(
+def test_an_experiment_is_of_model_training_unless_a_user_has_chosen_a_kind(
     store, client, run, existing, kind
 ):
     if existing is not None:

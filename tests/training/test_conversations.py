@@ -1,28 +1,20 @@
-"""Runs with an environment or a tool: ranks, LoRA, resumes and batches sampled ahead change nothing; steps by hand."""
+"""Runs with an environment: a resume changes nothing, with LoRA and with batches sampled ahead, too."""
 
 import json
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments import resume, train
-from bandpo_cli.experiments.plan import prepare_task
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.training import loop
-from bandpo_cli.training.build import build_components
 from tests.conftest import random_model
 from tests.text_model import character_tokenizer
-from tests.training import conversation_gradients as by_hand
-from tests.training.several_ranks import check_lines, run_ranks
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -44,8 +36,11 @@ class Echo:
 '''
 VARIANTS: dict[str, dict[str, Any]] = {
     "all weights": {},
-    "LoRA, several micro-batches": {"model": {"lora": {"rank": 4}}, "optim": {"micro_batch_tokens": 40}},
-    "sampled ahead": {"sampling": {"max_lag": 1}},
+    "LoRA, several micro-batches, sampled ahead": {
+        "model": {"lora": {"rank": 4}},
+        "optim": {"micro_batch_tokens": 40},
+        "sampling": {"max_lag": 1},
+    },
 }
 
 
@@ -116,37 +111,3 @@ def test_a_resumed_run_is_the_same(tmp_path, name):
     assert again.status == "FINISHED"
     assert lines_of(again.folder) == lines
     assert completions_of(again.folder) == completions_of(whole.folder)
-
-
-def trained(ranks: Ranks, folder: Path, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Train all steps on these ranks; return the lines without times, and the completions."""
-    config, place = config_of(name), folder / f"on-{ranks.size}"
-    run = RunFolder.create(folder, place.name) if ranks.is_main else RunFolder(place)
-    components = build_components(config, prepare_task(config), ranks)
-    try:
-        lines = [without_clock(report.record) for report in loop.train(config, components, run)]
-    finally:
-        components.close()
-    return lines, completions_of(place)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", [*VARIANTS][:2])
-def test_two_ranks_train_as_one(tmp_path, name):
-    others, same_completions = run_ranks(2, tmp_path / "ranks", partial(trained, name=name), tmp_path)[0]
-    lines, completions = trained(SINGLE, tmp_path, name)
-    columns = ("problem_id", "text", "extra", "reward", "length", "finish_reason")
-    assert [[row[key] for key in columns] for row in same_completions] == [
-        [row[key] for key in columns] for row in completions
-    ]
-    check_lines(others, lines)
-    assert torch.get_num_threads() == 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
-def test_adapters_on_two_ranks(tmp_path):
-    config = by_hand.config_of(model={"lora": {"rank": 4}}, optim={"lr": 5e-3})
-    (steps, weights), _ = run_ranks(2, tmp_path / "ranks", partial(by_hand.train, config=config), tmp_path)
-    by_hand.check(config, steps, weights)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.config.run import LoraSettings, ModelConfig
 from bandpo_cli.metric_names import TOTALS
 from bandpo_cli.models.load import load_policy
 from bandpo_cli.models.logprobs import token_logprobs
+from bandpo_cli.models.lora import adapter_parameters, add_adapters
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.training.performance import (
     PEAK_FLOPS,
@@ -23,6 +24,7 @@ from bandpo_cli.training.performance import (
 )
 from bandpo_cli.training.rollout_batches import SampledGroups
 from bandpo_cli.types import CORRECT, Completion, Group, Insertion, Problem, Rollout
+from tests.conftest import random_model
 
 ROWS = [Row([1] * 30, [[2] * 5, [3] * 9]), Row([1] * 23, [[2] * 14])]
 
@@ -46,20 +48,19 @@ def policy() -> Any:
     return load_policy(ModelConfig())
 
 
-def test_padding_counts_the_positions_beyond_each_sequence(policy):
-    """A row with two completions and one with one: two blocks, so no padding; two rows of 44 and 41 share one."""
+@pytest.mark.parametrize(
+    ("rows", "positions", "padding"),
+    [
+        (ROWS, 44 + 37, 0),  # a row with two completions and one with one: two blocks
+        ([ROWS[0], Row([1] * 30, [[2] * 5, [3] * 6])], 2 * 44, 3),  # rows of 44 and 41 tokens share a block
+        # A row of more than 512 tokens is computed as one sequence per completion: 300 + 200 and 300 + 150 tokens.
+        ([Row([1] * 300, [[2] * 200, [3] * 150])], 2 * 500, 50),
+    ],
+)
+def test_padding_counts_the_positions_beyond_each_sequence(policy, rows, positions, padding):
     with PackedWork(policy.model).counted() as work, torch.no_grad():
-        token_logprobs(policy.model, collate(ROWS, policy.device))
-        assert (work.positions, work.padding) == (44 + 37, 0)
-        token_logprobs(policy.model, collate([ROWS[0], Row([1] * 30, [[2] * 5, [3] * 6])], policy.device))
-        assert (work.positions, work.padding) == (81 + 2 * 44, 3)
-
-
-def test_copies_of_a_long_prompt_are_no_padding(policy):
-    """A row of more than 512 tokens is computed as one sequence per completion: 300 + 200 and 300 + 150 tokens."""
-    with PackedWork(policy.model).counted() as work, torch.no_grad():
-        token_logprobs(policy.model, collate([Row([1] * 300, [[2] * 200, [3] * 150])], policy.device))
-    assert (work.positions, work.padding) == (2 * 500, 50)
+        token_logprobs(policy.model, collate(rows, policy.device))
+    assert (work.positions, work.padding) == (positions, padding)
 
 
 def test_model_flops_are_those_of_the_matrix_products(policy):
@@ -93,6 +94,27 @@ def test_completions_of_a_row_do_not_attend_to_each_other(policy):
         token_logprobs(policy.model, collate([Row([1] * 29, [[1]])], policy.device))
     head = 2 * policy.model.get_output_embeddings().weight.numel()
     assert flops[1] + flops[2] - flops[0] == prompt.flops - head
+
+
+def test_the_flops_of_frozen_weights_have_no_gradient():
+    """Forward: 2 per weight and token. Backward: 4 of those that are trained, 2 of the others, and attention twice."""
+    model = random_model()  # 2 layers, 32 wide, a tied output layer of 23 words
+    plain = sum(
+        value.numel() for name, value in model.named_parameters() if "layers" in name and value.ndim == 2
+    )
+    add_adapters(model, LoraSettings(rank=3), seed=0, base="")
+    adapters = sum(adapter_parameter.numel() for _, adapter_parameter in adapter_parameters(model))
+    batch = collate([Row([1, 2, 3], [[4, 5]])], torch.device("cpu"))
+    with PackedWork(model).counted() as work:
+        token_logprobs(model, batch)
+        with_gradient, work.flops = work.flops, 0.0
+        with torch.no_grad():
+            token_logprobs(model, batch)
+    tokens, predicted, pairs = 5, 2, 15  # pairs of a token with itself and those before it
+    attention = 4 * 2 * 32 * pairs
+    assert work.flops == 2 * (plain + adapters) * tokens + 2 * 23 * 32 * predicted + attention
+    backward = (2 * plain + 4 * adapters) * tokens + 2 * 23 * 32 * predicted + 2 * attention
+    assert with_gradient == work.flops + backward
 
 
 def test_utilisation_and_peak_memory_of_a_card(policy, monkeypatch):

@@ -154,19 +154,6 @@ def group(name: str, *rewards: float) -> Group:
     )
 
 
-def test_60_of_256_groups_give_each_of_4_updates_15():
-    """Three batches of 256 groups, of which every 13th has rewards that differ."""
-    sampled = [group(f"{index}", 0.0, float(index % 13 == 0)) for index in range(3 * 256)]
-    kept = {str(index) for index in range(0, 3 * 256, 13)}
-    assert len(kept) == 60
-    ordered = [select_group.problem.id for select_group in select_groups(sampled, 256, 4)]
-    assert len(ordered) == len(set(ordered)) == 256
-    updates = [ordered[start : start + 64] for start in range(0, 256, 64)]
-    assert [len(kept.intersection(names)) for names in updates] == [15] * 4
-    in_order = [name for names in updates for name in names if name in kept]
-    assert in_order == sorted(in_order, key=int)
-
-
 @pytest.mark.parametrize(
     ("sampled", "updates", "expected"),
     [

@@ -14,34 +14,19 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from bandpo_cli.config.batch_and_sampling import OptimConfig
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import GraderFailedError
+from bandpo_cli.experiments.plan import prepare_task
 from bandpo_cli.grading.pool import GraderUse, training_grader
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.models.load import load_policy, load_reference
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.lora import adapter_parameters
 from bandpo_cli.models.packing import Row, collate, empty_batch
-from bandpo_cli.models.weights import (
-    adapter_weights,
-    checkpoint_weights,
-    forward_dtype,
-    full_tensor,
-    load_weights,
-    save_adapter,
-    shard,
-    unsharded,
-    weights_to_save,
-)
+from bandpo_cli.models.weights import checkpoint_weights, forward_dtype, full_tensor, shard, unsharded
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.sampler import SamplingParams, TransformersSampler
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.build import build_components
 from bandpo_cli.training.loop import train
-from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 from tests.conftest import random_model
 from tests.training.recording import SETTINGS
@@ -63,10 +48,11 @@ Trained = tuple[list[dict[str, float]], list[dict[str, Any]], dict[str, torch.Te
 
 def trained(ranks: Ranks, folder: Path, model: Path, name: str) -> Trained:
     """Train two of three steps; return the run, after a check that all ranks report the same."""
-    config = resolve([SETTINGS, COMMON, {"model": {"path": str(model)}}, VARIANTS[name]])
+    layers = [SETTINGS, {"model": {"path": str(model)}}] if name != CONVERSATIONS else []
+    config = resolve([*layers, COMMON, VARIANTS[name]])
     place = f"{[*VARIANTS].index(name)}-on-{ranks.size}"
     run = RunFolder.create(folder, place) if ranks.is_main else RunFolder(folder / place)
-    components = build_components(config, build_task(config.task), ranks)
+    components = build_components(config, prepare_task(config), ranks)
     is_exact: Any = nullcontext()
     if name in OTHER_ENGINE:
         components.params = replace(components.params, entropy=False)
@@ -85,7 +71,13 @@ def trained(ranks: Ranks, folder: Path, model: Path, name: str) -> Trained:
     return lines, [row for table in tables for row in table.select(columns).to_pylist()], weights
 
 
+CONVERSATIONS = "conversations with a tool"
 VARIANTS: dict[str, dict[str, Any]] = {
+    CONVERSATIONS: {
+        "task": {"name": "calculator"},
+        "sampling": {"prompts": 9, "samples": 4, "max_tokens": 20},
+        "optim": {"updates": 3, "micro_batch_tokens": 200},
+    },
     "many micro-batches, LoRA and a reference model": {
         "optim": {"micro_batch_tokens": 24},
         "model": {"lora": {"rank": 4}},
@@ -131,6 +123,7 @@ def test_several_ranks_train_as_one(on_two, tmp_path, small_model, name):
     assert max(line.get("optim/grad_norm", 0.0) for line in lines) > 0.01
     assert lines[-1]["ratio/max"] > 1.0001
     assert 0 < lines[1]["train/truncated_fraction"] < 1
+    assert (lines[1].get("conversation/inserted_tokens", 0) > 0) == (name == CONVERSATIONS)
     measured = [line.get("train/entropy_token_share", 1.0) for line in lines[1:]]
     assert (min(measured) < 1) == (name == "log-probs of a pass without gradient")
     assert completions == same_completions
@@ -195,67 +188,6 @@ def test_a_sharded_model_has_the_gradient_and_samples_of_the_model(tmp_path):
             with torch.no_grad():
                 outside = token_logprobs(model, collate(ROWS[: 1 + rank], model.device)).logprobs
             torch.testing.assert_close(of_rank["inside"], outside, atol=1e-5, rtol=0)
-
-
-ADAPTERS = OptimConfig(warmup_steps=0, max_grad_norm=None, eps=1e-2)
-"""With a large eps: AdamW divides the gradient by its own size, and so a rounding error of a gradient near 0, too."""
-
-
-def sharded_adapters(ranks: Ranks, settings: ModelConfig, saved: Path) -> dict[str, Any]:
-    """Return what a sharded policy with adapters computes, its reference first; rank 1 has one of three rows."""
-    policy = load_policy(settings, ranks=ranks, seed=3)
-    start = dict(adapter_weights(policy.model))
-    reference = load_reference(policy, settings)
-    batch = collate(ROWS, policy.device)
-    with torch.no_grad(), reference.passes() as model:
-        of_reference = token_logprobs(model, batch).logprobs
-    load_weights(policy.model, saved, ranks)
-    optimizer = Optimizer(policy.model, ADAPTERS, 10)
-    logprobs = token_logprobs(
-        policy.model, collate(ROWS[:2] if ranks.is_main else ROWS[2:], policy.device)
-    ).logprobs
-    logprobs.backward(torch.ones_like(logprobs))
-    trained = {name: value for name, value in adapter_parameters(policy.model) if value.grad is not None}
-    return {
-        "start": start,
-        "reference": of_reference,
-        "gradient": {name: full_tensor(value.grad) for name, value in trained.items()},
-        "norm": optimizer.step(),
-        "saved": weights_to_save(policy.model, ranks),
-        "weights": dict(checkpoint_weights(policy.model)),
-    }
-
-
-@pytest.mark.slow
-def test_sharded_adapters_train_and_merge_as_those_of_one_rank(tmp_path, small_model):
-    layer = {"path": str(small_model), "device": "cpu", "dtype": "float32", "lora": {"rank": 4}}
-    settings = ModelConfig.model_validate(layer)
-    model = load_policy(settings, seed=3).model
-    start = {name: weight.clone() for name, weight in adapter_weights(model)}
-    with torch.no_grad():
-        base = token_logprobs(model, collate(ROWS, model.device)).logprobs  # B is 0
-        for _, parameter in adapter_parameters(model):
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    save_adapter(model, tmp_path)
-    optimizer = Optimizer(model, ADAPTERS, 10)
-    logprobs = token_logprobs(model, collate(ROWS, model.device)).logprobs
-    logprobs.backward(torch.ones_like(logprobs))
-    norm = optimizer.step()  # without a limit on its norm the gradient stays as it was
-    gradients = {name: value.grad for name, value in adapter_parameters(model)}
-    weights = dict(checkpoint_weights(model))
-    for rank, result in enumerate(run_ranks(2, tmp_path / "results", sharded_adapters, settings, tmp_path)):
-        assert torch.equal(result["reference"], base)
-        # Two ranks add in another order: up to 1.1e-5 here, depending on the processor.
-        assert result["norm"] == pytest.approx(norm, rel=1e-4)
-        assert result["gradient"].keys() == gradients.keys()
-        for name, expected in gradients.items():
-            assert torch.equal(result["start"][name], start[name])
-            atol = 1e-4 * expected.abs().max().item()
-            torch.testing.assert_close(result["gradient"][name], expected, atol=atol, rtol=0)
-        assert result["saved"].keys() == (gradients.keys() if rank == 0 else set())
-        assert result["weights"].keys() == weights.keys()
-        for name, weight in weights.items():
-            torch.testing.assert_close(result["weights"][name], weight, atol=1e-6, rtol=1e-4)
 
 
 class OneRankFails:

@@ -1,6 +1,5 @@
 """Training runs with vLLM: log-prob gaps, a resume, and two ranks with an engine each, which train as one does."""
 
-from functools import partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -14,16 +13,14 @@ pytest.importorskip("vllm")
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.experiments import evaluate, resume, train
+from bandpo_cli.experiments.plan import prepare_task
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import load_policy
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training import loop
 from bandpo_cli.training.build import build_components
-from tests.training.conversation_gradients import check, config_of
-from tests.training.conversation_gradients import train as train_on_conversations
 from tests.training.several_ranks import run_ranks
 from tests.vllm.engines import silent
 
@@ -81,11 +78,11 @@ def test_an_evaluation_agrees_with_one_of_the_transformers_engine(resumed, tmp_p
     assert expected.low < resumed.read_metrics()[0]["eval/countdown/mean_at_8"] < expected.high
 
 
-def trained(ranks: Ranks, folder: Path) -> dict[str, Any]:
+def trained(ranks: Ranks, folder: Path, layer: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics of the steps of a run, and its weights and the gap of its last sync."""
-    config = resolve([SETTINGS, {"steps": STEPS + 1, "checkpoint": {"every": 0}}])
+    config = resolve([SETTINGS, {"steps": STEPS + 1, "checkpoint": {"every": 0}}, layer])
     run = RunFolder.create(folder, "run") if ranks.is_main else RunFolder(folder / "run")
-    components = build_components(config, build_task(config.task), ranks)
+    components = build_components(config, prepare_task(config), ranks)
     try:
         reports = loop.train(config, components, run)
         lines = [without_clock(report.record) for report in islice(reports, STEPS)]
@@ -98,36 +95,40 @@ def trained(ranks: Ranks, folder: Path) -> dict[str, Any]:
     return {"lines": lines, "weights": weights, "gap": gap}
 
 
-def test_two_ranks_train_as_one(resumed, tmp_path):
-    """The policy of two ranks is sharded, and each engine gets its weights one tensor at a time.
-
-    The ranks are forks of this process, which has imported vLLM. They grade after sampling.
-    """
-    two, other = run_ranks(2, tmp_path / "two", trained, tmp_path / "two", context=get_context("fork"))
-    assert two["lines"] == other["lines"], "all ranks report the same metrics"
-    assert completions_of(RunFolder(tmp_path / "two" / "run")) == completions_of(resumed)
+def check_equal(two: dict[str, Any], lines: list[dict[str, Any]], weights: dict[str, torch.Tensor]) -> None:
+    """Require what two ranks have trained to be what one rank has, up to rounding."""
     assert 0 < two["gap"] < 1e-4
-    for line, expected in zip(two["lines"], resumed.read_metrics()[1:], strict=True):
+    for line, expected in zip(two["lines"], lines, strict=True):
         assert expected["optim/grad_norm"] > 0.1
         assert 0 < line["sampler/logprob_gap_max"] < 1e-4
         for name in ("optim/loss", "optim/grad_norm", "kl/old_new", "train/entropy"):
             assert line[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-5)
         assert line["train/reward"] == expected["train/reward"]
-    model = resolve([{"model": {"path": str(resumed.checkpoint_dir(STEPS))}}]).model
-    one = dict(checkpoint_weights(load_policy(model).model))
-    assert one.keys() == two["weights"].keys()
-    for name, weight in one.items():
+    assert weights.keys() == two["weights"].keys()
+    for name, weight in weights.items():
         torch.testing.assert_close(two["weights"][name], weight, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_conversations_train_as_by_hand(tmp_path, ranks):
+def test_two_ranks_train_as_one(resumed, tmp_path):
+    """The policy of two ranks is sharded, and each engine gets its weights one tensor at a time.
+
+    The ranks are forks of this process, which has imported vLLM. They grade after sampling.
+    """
+    context = get_context("fork")
+    two, other = run_ranks(2, tmp_path / "two", trained, tmp_path / "two", {}, context=context)
+    assert two["lines"] == other["lines"], "all ranks report the same metrics"
+    assert completions_of(RunFolder(tmp_path / "two" / "run")) == completions_of(resumed)
+    model = resolve([{"model": {"path": str(resumed.checkpoint_dir(STEPS))}}]).model
+    check_equal(two, resumed.read_metrics()[1:], dict(checkpoint_weights(load_policy(model).model)))
+
+
+def test_conversations_on_two_ranks_train_as_one(tmp_path):
     """With the tool of the calculator task. The two ranks are new processes."""
-    config = config_of(sampling=SETTINGS["sampling"] | {"prompts": 8})
-    if ranks == 1:
-        with silent():
-            steps, weights = train_on_conversations(SINGLE, tmp_path, config)
-    else:
-        function = partial(train_on_conversations, config=config)
-        (steps, weights), _ = run_ranks(ranks, tmp_path / "ranks", function, tmp_path)
-    check(config, steps, weights)
+    layer = {"task": {"name": "calculator"}}
+    with silent():
+        one = trained(SINGLE, tmp_path / "one", layer)
+    two, _ = run_ranks(2, tmp_path / "ranks", trained, tmp_path / "two", layer)
+    assert all(line["conversation/inserted_tokens"] > 0 for line in one["lines"])
+    runs = [RunFolder(tmp_path / name / "run") for name in ("one", "two")]
+    assert completions_of(runs[0]) == completions_of(runs[1])
+    check_equal(two, one["lines"], one["weights"])
