@@ -117,13 +117,8 @@ BOUNDS = [
 @pytest.fixture(scope="module")
 def outputs() -> dict[str, str]:
     """The output of each command in a process that registers the dummy entries before it imports the commands."""
-    code = (
-        "import sys, tests.dummy_extension\n"
-        "from bandpo_cli.__main__ import app\n"
-        "for command in sys.argv[1:]:\n"
-        "    print(end='\\f', flush=True)\n"
-        "    app(command.split(), standalone_mode=False)\n"
-    )
+    code = "import sys, tests.dummy_extension\nfrom bandpo_cli.__main__ import app\nfor command in sys.argv[1:]:\n"
+    code += "    print(end='\\f', flush=True)\n    app(command.split(), standalone_mode=False)\n"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb"}
     words = [sys.executable, "-c", code, *HELPS, *BOUNDS]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)

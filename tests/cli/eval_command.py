@@ -23,7 +23,6 @@ SMALL = sets(
 )
 """Three batches of two problems, eight completions each."""
 
-
 _WITHOUT_TORCH = """
 import contextlib, io, json, os, sys
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from bandpo_cli.models.memory_estimate import SLEEPING_ENGINE_BYTES, Device, est
 from bandpo_cli.sampling.engine_server import portable_error
 from tests.cli import train_runs
 from tests.commands import run_bandpo
+from tests.config.shapes import use_gpus
 from tests.conftest import output_of
 
 GSM8K = {"task": {"name": "gsm8k"}, "model": {"path": "org/none"}}
@@ -92,7 +92,8 @@ def test_an_engine_that_sleeps_shares_memory_with_the_update():
     assert "vLLM: weights and cache" in on_cpu.always, "an engine on a CPU does not sleep"
 
 
-def test_no_estimate_without_the_gpu_or_the_config(gpus, tmp_path):
+def test_no_estimate_without_the_gpu_or_the_config(add_gpus, tmp_path):
+    add_gpus()
     with pytest.raises(UserError, match="'cuda:7': not usable on this machine: Invalid device id"):
         memory_report(resolve([{"model": {"device": "cuda:7"}}]))
     (tmp_path / "config.json").write_text("{}")
@@ -156,24 +157,10 @@ def test_each_gpu_must_have_enough_memory():
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the list of the GiB of each GPU of this machine, which a test fills; all memory is free."""
-    sizes: list[int] = []
-
-    def properties(device: int) -> SimpleNamespace:
-        return SimpleNamespace(name=f"GPU {device}", total_memory=sizes[device] * GIB)
-
-    def memory(device: int) -> tuple[int, int]:
-        if device >= len(sizes):
-            raise AssertionError("Invalid device id")
-        return sizes[device] * GIB, sizes[device] * GIB
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
+def add_gpus(monkeypatch):
+    """Return a function that gives this machine GPUs of so many GiB, all of them free; vLLM is installed."""
     monkeypatch.setattr("bandpo_cli.config.batch_and_sampling.is_installed", lambda package: True)
-    return sizes
+    return lambda *sizes: use_gpus(monkeypatch, [(gib * GIB, gib * GIB) for gib in sizes])
 
 
 @pytest.mark.slow
@@ -186,16 +173,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ([80, 80, 24, 24], "auto", 2, ("GPU 2 (cuda:2, cuda:3)", 24)),
     ],
 )
-def test_the_engine_is_estimated_on_the_gpu_that_it_will_have(gpus, sizes, device, ranks, expected):
-    gpus += sizes
+def test_the_engine_is_estimated_on_the_gpu_that_it_will_have(add_gpus, sizes, device, ranks, expected):
+    add_gpus(*sizes)
     config = with_values(lag_of_1(), {"model.device": device})
     engine = memory_report(config, ranks).engine_device
     assert (engine and (engine.name, engine.total // GIB)) == expected
     assert memory_report(without_lag(config), ranks).engine_device is None
 
 
-def test_both_gpus_are_printed(gpus):
-    gpus += [80, 40]
+def test_both_gpus_are_printed(add_gpus):
+    add_gpus(80, 40)
     half = {"memory_fraction": 0.5}
     text = printed(lag_of_1(vllm=half))
     assert "by the estimate, GPU 0 has 80.0 GiB; the engine 20.0 GiB, GPU 1 (cuda:1) has 40.0 GiB;" in text
@@ -205,8 +192,8 @@ def test_both_gpus_are_printed(gpus):
     assert "cuda:1" not in printed(without_lag(lag_of_1(vllm=half)))
 
 
-def test_the_advice_is_for_the_gpu_with_too_little_memory(gpus):
-    gpus += [80, 8]
+def test_the_advice_is_for_the_gpu_with_too_little_memory(add_gpus):
+    add_gpus(80, 8)
     text = printed(lag_of_1(vllm={"memory_fraction": 0.999}))
     assert "too much" in text
     assert "it fits with --set sampling.vllm.memory_fraction=null\n" in text
@@ -238,9 +225,9 @@ def test_less_memory_without_an_engine_process(engine, on_gpu, of_the_engine):
 
 
 @pytest.mark.parametrize(("cards", "helps"), [(1, True), (2, False)])
-def test_out_of_memory_of_an_engine_process(gpus, cards, helps):
+def test_out_of_memory_of_an_engine_process(add_gpus, cards, helps):
     """Settings of the updates, and no process, are advised where the trainer shares its GPU, and only there."""
-    gpus += [80] * cards
+    add_gpus(*[80] * cards)
     with pytest.raises(RunError) as raised, out_of_memory_errors(lag_of_1()):
         raise_cuda_error()
     assert (f"--set {PROCESS}" in str(raised.value)) == helps

@@ -1,5 +1,6 @@
 """Signal handlers: the first signal waits for the end of the step, the second exits, and both are restored."""
 
+import contextlib
 import os
 import signal
 import subprocess

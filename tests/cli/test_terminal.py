@@ -189,7 +189,6 @@ COMMANDS: Mapping[str, list[str]] = {
     "command": [NAME],
 }  # fmt: skip
 
-
 WITHOUT_FOREIGN_TEXT = {"compare evaluations", "train dry"}
 
 

@@ -1,8 +1,12 @@
-"""Shapes of models on the hub, from which memory is estimated without their weights."""
+"""Shapes of models on the hub, from which memory is estimated without their weights, and GPUs that are not there."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from bandpo_cli.config.layers import Layer, resolve
 from bandpo_cli.config.run import RunConfig
@@ -34,3 +38,22 @@ def config_on_disk(tmp_path: Path, model: str, *layers: Layer) -> RunConfig:
     """Return the settings with a folder that has the model's config.json in place of its hub id."""
     (tmp_path / "config.json").write_text(json.dumps({**SHAPES[model], "max_position_embeddings": 32768}))
     return resolve([*layers, {"model": {"path": str(tmp_path)}}])
+
+
+def use_gpus(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[tuple[int, int]]) -> None:
+    """Give this machine GPUs with these total and free bytes; the code on them computes on the CPU."""
+    import torch
+
+    def free_and_total(card: int) -> tuple[int, int]:
+        if card >= len(gpus):
+            raise AssertionError("Invalid device id")
+        return gpus[card][::-1]
+
+    def properties(card: int) -> SimpleNamespace:
+        return SimpleNamespace(name=f"GPU {card}", total_memory=gpus[card][0])
+
+    for module in ("experiments.memory_check", "experiments.run", "models.load", "sampling.rollouts"):
+        monkeypatch.setattr(f"bandpo_cli.{module}.is_gpu", lambda device: device != "cpu")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free_and_total)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))

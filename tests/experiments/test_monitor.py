@@ -107,10 +107,12 @@ def test_a_criterion_ends_a_run_which_resumes_with_another_limit(tmp_path, caplo
     assert sorted(complete_checkpoints(RunFolder(result.folder)).complete) == [2, 3]
     reason = summary(result.folder)["stopped_by"]
     assert reason.startswith("stop.entropy_below = 10: train/entropy was below it in each of the last 3 step")
-    assert caplog.messages == [
-        f"{describe_warning(result.folder)}; the run ends after 3 such steps",
-        f"the run ends after step 3 of 5: {reason}",
-    ]
+    entropy = record(result.folder)[2]["train/entropy"]
+    warning = (
+        "stop.entropy_below = 10: train/entropy was below it in each of the last 2 steps, most recently "
+    )
+    warning += f"{entropy:.3g} nats; the run ends after 3 such steps"
+    assert caplog.messages == [warning, f"the run ends after step 3 of 5: {reason}"]
     assert describe_line(result.folder, tmp_path).stopped_by == reason
     assert summary(full.folder)["stopped_by"] is None
 
@@ -157,13 +159,6 @@ def test_a_budget_is_compared_with_the_totals_unless_all_steps_are_done():
     assert stop_reason(config, [{"step": 1, "compute/sampled_tokens": 4}]) is None
     assert stop_reason(config, [{"step": 1, "compute/sampled_tokens": 5}]) is not None
     assert stop_reason(config, [{"step": 100, "compute/sampled_tokens": 5}]) is None, "all steps are done"
-
-
-def describe_warning(folder: Path) -> str:
-    """Return the beginning of the warning after step 2, which is half of 3 steps."""
-    entropy = record(folder)[2]["train/entropy"]
-    beyond = "train/entropy was below it in each of the last 2 steps"
-    return f"stop.entropy_below = 10: {beyond}, most recently {entropy:.3g} nats"
 
 
 class StopsOnRankOne(CallbackBase):

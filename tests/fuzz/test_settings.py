@@ -10,14 +10,12 @@ import yaml
 from bandpo_cli.config.layers import parse_yaml, read_assignments, read_layer, resolve, to_yaml
 from bandpo_cli.sweeps import sweep_plan
 from tests.fuzz.mutate import (
-    KINDS,
     NAMES,
     ODD,
     YAML_TEXTS,
     as_yaml,
     changed_values,
     damaged_files,
-    not_a_file,
 )
 from tests.fuzz.outcome import accepts, check_both_outcomes
 
@@ -57,14 +55,6 @@ def test_sweep_files(empty_cwd):
     contents += map(as_yaml, changed_values(SWEEP, 4, COUNT))
     plan = functools.partial(sweep_plan.plan_sweep, path, {}, [], {}, [], empty_cwd / "runs")
     check_both_outcomes(plan, path, contents)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_paths_that_are_not_files(empty_cwd, kind):
-    path = empty_cwd / "c.yaml"
-    path.write_text("seed: 1\n")
-    with not_a_file(path, kind):
-        assert not accepts(lambda: read_layer(path), kind)
 
 
 def test_assignments(empty_cwd):
