@@ -250,22 +250,18 @@ TRACKERS = Registry("tracker", [
 class Dataset(Entry):
     """A data set known by name.
 
-    Attributes:
-        hub_id: its id on the Hugging Face hub, or a local folder in the layout of the hub.
-        question, answer, level: the fields with the question, the reference answer or worked solution, the difficulty.
-        subset, train_split, eval_split: its configuration and its splits; None for the only one, and for no split.
-        evaluation: the data sets that a run trained on this one is evaluated on by default, and that stand for a set
-            without an evaluation split in `eval --task`.
+    `evaluation` are the data sets that a run trained on this one is evaluated on by default, and that stand for a set
+    without an evaluation split in `eval --task`.
     """
 
-    hub_id: str
-    question: str
-    answer: str
-    subset: str | None = None
+    hub_id: str  # on the Hugging Face hub, or a local folder in the layout of the hub
+    question: str  # the field with the question
+    answer: str  # the field with the reference answer or a worked solution
+    subset: str | None = None  # the configuration; None for the only one
     train_split: str | None = None
     eval_split: str | None = None
     evaluation: tuple[str, ...] = ()
-    level: str | None = None
+    level: str | None = None  # the field with the difficulty
     grader: str = "math"
 
     def split(self, part: Literal["train", "heldout"]) -> str | None:

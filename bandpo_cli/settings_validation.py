@@ -57,16 +57,11 @@ class TaggedSection(Section):
     """Base class of settings whose class is chosen by the value of one key, from a table that may grow at run time.
 
     A direct subclass is the type of the field in `RunConfig`; its subclasses are the entries of the table.
-
-    Attributes:
-        tag: the name of the key.
-        default: its value in a section without it.
-        custom: the key in `classes` for all values of the form `module:name`; "" where there are none.
     """
 
-    tag: ClassVar[str]
-    default: ClassVar[str]
-    custom: ClassVar[str] = ""
+    tag: ClassVar[str]  # the name of the key
+    default: ClassVar[str]  # its value in a section without it
+    custom: ClassVar[str] = ""  # the key in `classes` for all values of the form `module:name`; "" for none
 
     @classmethod
     def classes(cls) -> Mapping[str, type[Self]]:

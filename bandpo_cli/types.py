@@ -134,24 +134,19 @@ class Completion:
 class Grade:
     """The grade of one completion.
 
-    Attributes:
-        reward: the value that advantages are computed from. A grader returns 1 for a correct answer, 0 for a wrong one,
-            or a value between for partial credit; the `reward` settings map it to the reward of training.
-        correct: counted by accuracy.
-        verdict: one short word for the record: `correct`, `wrong`, `malformed`, ...; `timeout`, `grader-error` and
-            `not-applicable` mean that the answer was not graded, and are counted separately.
-        has_reward: False where grading failed, or where every reward function of the completion reports that it does
-            not apply: the advantage is 0 and `reward` is in no mean.
-        components: the unscaled value of each reward of `task.rewards` by name, None where there is none.
-        failed: the grading of one of `task.rewards` failed, so that there is no sum, whatever the verdict is.
+    A grader returns the reward 1 for a correct answer, 0 for a wrong one, or a value between for partial credit; the
+    `reward` settings map it to the reward of training. `has_reward` is False where grading failed, or where every
+    reward function reports that it does not apply: the advantage is 0 and `reward` is in no mean.
     """
 
-    reward: float
-    correct: bool
-    verdict: str
+    reward: float  # the value that advantages are computed from
+    correct: bool  # counted by accuracy
+    verdict: str  # one short word: `correct`, `wrong`, `malformed`, ..., or one of `UNGRADED_VERDICTS`
     has_reward: bool = True
-    components: Mapping[str, float | None] = field(default_factory=dict, hash=False)
-    failed: bool = False
+    components: Mapping[str, float | None] = field(
+        default_factory=dict, hash=False
+    )  # of `task.rewards`, unscaled
+    failed: bool = False  # the grading of one of `task.rewards` failed, so that there is no sum
 
 
 CORRECT = Grade(1.0, correct=True, verdict="correct")
