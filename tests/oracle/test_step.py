@@ -185,10 +185,6 @@ VARIANTS = [
     # other samplers
     Variant("token-mask", f"{CLIP} objective.importance=token-mask objective.importance_cap=1.3 "
             "objective.importance_floor=0.8 objective.reference_kl=0.1", masks_tokens, exact_sampler=False),
-    Variant("list of importance rules", f"{CLIP} sampling.prompts=8 objective.importance=["
-            '{"rule":"token-reject","low":0.6,"high":1.5},{"rule":"sequence-k3-reject","high":0.03},'
-            '{"rule":"outlier-reject","low":0.5,"high":1.45},{"rule":"product-truncate","high":1.1}]',
-            masks_tokens, exact_sampler=False),
     Variant("no importance correction, over-long penalty", "objective.importance_cap=null reward.wrong=-1 "
             "reward.correct=2 reward.overlong_buffer=4 reward.overlong_penalty=0.7",
             lambda case: learns(case) and shapes_rewards(case), exact_sampler=False),
@@ -210,7 +206,7 @@ VARIANTS = [
     # losses of completions
     Variant("gapo, token-mean", "bounds.method=gapo bounds.eps_high=0.05 sampling.prompts=8 optim.lr=0.008 "
             "objective.aggregation=token-mean objective.advantage_std=false", clips_both_ways, seed=2),
-    Variant("vaco, sequence-mask", "bounds.method=vaco bounds.delta=0.1 objective.importance=sequence-mask "
+    Variant("vaco, token-mask", "bounds.method=vaco bounds.delta=0.1 objective.importance=token-mask "
             "objective.importance_cap=1.2 sampling.prompts=8 optim.lr=0.008", clips_both_ways, exact_sampler=False),
     Variant("m2po", "bounds.method=m2po bounds.threshold=0.005 sampling.prompts=8", clips_both_ways,
             exact_sampler=False),
