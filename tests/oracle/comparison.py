@@ -223,8 +223,6 @@ class Case:
     differences: Differences
     records: list[dict[str, float]]
     results: list[StepResult]
-    components: Components
-    reference: ReferenceTrainer
 
 
 def compare(
@@ -291,7 +289,7 @@ def compare(
     assert lags == [config.optim.updates * age for age in ages]
     assert ages == [0, *([1] * (steps - 1))] if ahead else not any(ages)
     differences = _differences(records, results, gradients, components, reference, columns)
-    return Case(differences, records, results, components, reference)
+    return Case(differences, records, results)
 
 
 def record_gradients(components: Components) -> list[list[torch.Tensor]]:

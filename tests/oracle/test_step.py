@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from bandpo_cli.config.layers import read_assignments
 from tests.bounds.oracle import CHECK_VALUES
@@ -271,10 +270,6 @@ def test_bfloat16_with_masters_is_near_the_reference(tmp_path, models):
     assert case.differences.gradient < 0.06, case.differences
     assert case.differences.metrics < 0.2, case.differences
     assert case.differences.weights < 1e-5, case.differences
-    parameters = case.components.policy.model.parameters()
-    for parameter, master in zip(parameters, case.reference.masters, strict=True):
-        assert parameter.dtype == torch.bfloat16
-        torch.testing.assert_close(parameter.float(), master.float(), rtol=2**-8, atol=1e-6)
 
 
 def largest(differences: Differences) -> float:
