@@ -187,17 +187,12 @@ class ReferenceTrainer:
             return [0.0] * len(group)
         rewards, objective = self._rewards(group), self.settings["objective"]
         mean, scale = math.fsum(rewards) / len(rewards), 1.0
-        if objective["advantages"] == "maxrl":
-            scale = mean
-        elif objective["advantages"] == "batch":
+        if objective["advantages"] == "batch":
             scale = statistics.stdev(self.rewards_of_step) + 1e-6
-        elif objective["advantages"] == "group" and objective["advantage_std"]:
+        elif objective["advantage_std"]:
             variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
             scale = math.sqrt(variance) + 1e-6
         used = [r for r in group if self._is_graded(r) and self._has_loss(r)]
-        if objective["advantages"] == "rloo":  # the mean of the others
-            others = {id(r): (math.fsum(rewards) - self._reward(r)) / (len(rewards) - 1) for r in group}
-            return [self._reward(r) - others[id(r)] if r in used else 0.0 for r in group]
         return [(self._reward(r) - mean) / scale if r in used else 0.0 for r in group]
 
     def _has_loss(self, rollout: GivenRollout) -> bool:

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, SignalExit, UserError
-from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.models.load import Policy
 from bandpo_cli.storage.checkpoints import complete_checkpoints, model_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training import checkpoint_writer
@@ -46,11 +46,6 @@ from tests.training.trained import (
     tensors,
     update,
 )
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Policy:
-    return load_policy(ModelConfig())
 
 
 @dataclass(frozen=True)
