@@ -9,17 +9,18 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bandpo_cli.callbacks import Callback, TrainCallback
 from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent, check_engine, needs_answer
-from bandpo_cli.config.layers import Layer
+from bandpo_cli.config.layers import Layer, changes_text, setting_changes
 from bandpo_cli.config.run import RunConfig, check_ranks, dtype_on
 from bandpo_cli.custom_code import load_setting
 from bandpo_cli.errors import ConfigError, UserError, definition_location, log, plural
+from bandpo_cli.experiments.monitor import stop_reason
 from bandpo_cli.grading.answers import unparsed_references
 from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.grading.tools import first_messages, tool_schemas
@@ -57,19 +58,43 @@ _FEW_HELDOUT = 10
 """Evaluation sets with fewer problems are warned about: one problem moves their accuracy by more than a tenth, which is
 more than runs usually differ by. The smallest public sets in use, AIME and AMC, have 30 and 40."""
 
+FIXED_SETTINGS = ("model.path", "model.revision", "model.dtype", "model.lora")
+"""Settings that a fork cannot change either: weights and optimizer state are those of the checkpoint."""
+
 
 @dataclass(frozen=True)
 class Fork:
-    """The checkpoint of another run, the parent, that a new run continues; its progress is as the new run counts it.
-
-    With `keeps_batch` the new run trains on the batches that the parent has sampled ahead. `changes` has the settings
-    that differ: the values of the parent and of the fork.
-    """
+    """A checkpoint of `run`, the parent, that new runs continue."""
 
     run: RunFolder
-    progress: Progress
-    keeps_batch: bool
-    changes: Mapping[str, tuple[Any, Any]]
+    progress: Progress  # in a plan as the new run counts it
+    layers: Sequence[Layer]  # the settings of the parent, except `tracking`: the defaults of its forks
+    config: RunConfig  # the same, validated
+    keeps_batch: bool = True  # the new run trains on the batches that the parent has sampled ahead
+    changes: Mapping[str, tuple[Any, Any]] = field(
+        default_factory=dict
+    )  # values of the parent and of the new run
+
+    @property
+    def text(self) -> str:
+        """PATH@STEP, the value of `--fork` in any folder."""
+        return f"{self.run.path.absolute()}@{self.progress.step}"
+
+    def changes_to(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """Return the settings that a fork changes, without `tracking`; raise ConfigError if it cannot."""
+        differing = setting_changes(self.config, config).items()
+        changes = {key: values for key, values in differing if not key.startswith("tracking.")}
+        where, step = f"--fork {self.run.name}@{self.progress.step}", self.progress.step
+        if fixed := {key: values for key, values in changes.items() if key.startswith(FIXED_SETTINGS)}:
+            why = "weights and optimizer state are those of the checkpoint"
+            raise ConfigError(f"{where}: leave out {changes_text(fixed)}; {why}")
+        if config.steps <= step:
+            more = f"give more, such as --steps {step + self.config.steps}, or an earlier checkpoint"
+            raise ConfigError(f"{where}: steps = {config.steps}: all are done at this checkpoint; {more}")
+        records = [record for record in self.run.read_metrics() if record["step"] <= step]
+        if reason := stop_reason(config, records):
+            raise ConfigError(f"{where}: the fork ends at once: {reason}; add --set {reason.split()[0]}=null")
+        return changes
 
 
 @dataclass(frozen=True)

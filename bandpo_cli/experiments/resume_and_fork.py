@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -33,13 +33,13 @@ from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import code_from
 from bandpo_cli.errors import ConfigError, UserError, plural
 from bandpo_cli.experiments.monitor import stop_reason
-from bandpo_cli.experiments.plan import Fork, Plan, check_config, plan_training, run_warnings
+from bandpo_cli.experiments.plan import FIXED_SETTINGS, Fork, Plan, check_config, plan_training, run_warnings
 from bandpo_cli.methods.settings import TrustRegionSettings
 from bandpo_cli.paths import given_path, is_commit, path_exists, read_json_object, relative_to_cwd
 from bandpo_cli.processes.ranks import is_main_process, rank_count
 from bandpo_cli.registries import AUTO_ENGINE, ENGINES
 from bandpo_cli.storage import checkpoints
-from bandpo_cli.storage.checkpoints import ANY_PROBLEMS, Progress, check_contents, inherited_layers
+from bandpo_cli.storage.checkpoints import ANY_PROBLEMS, check_contents, inherited_layers
 from bandpo_cli.storage.files import iterate_metrics, run_lock
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, find_run, not_found, shell_command
 from bandpo_cli.storage.run_record import changed_code, is_finished, read_parent
@@ -55,9 +55,6 @@ may have to change to continue after an error. `steps` may change too, under con
 
 _CHANGEABLE_PREFIXES = ("steps", *(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS))
 
-_FIXED_SETTINGS = ("model.path", "model.revision", "model.dtype", "model.lora")
-"""Settings that a fork cannot change either: weights and optimizer state are those of the checkpoint."""
-
 _OF_THE_PROBLEMS = ("model.", "task.", "sampling.", "evaluation.")
 """Sections that the problems of a run and of its evaluations depend on."""
 
@@ -67,40 +64,6 @@ _OF_THE_BATCH = ("seed", "model.", "task.", "sampling.", "grading.", "reward.", 
 RESOLVED = "resolved"  # the entry of env.json with what settings such as `auto` resolved to
 
 _RESTORE = "restore the file from a copy, or start a new run"
-
-
-@dataclass(frozen=True)
-class ForkPoint:
-    """A checkpoint of `run` that new runs continue.
-
-    `layers` are the settings of the run, except `tracking`: the defaults of its forks. `config` is them, validated.
-    """
-
-    run: RunFolder
-    progress: Progress
-    layers: Sequence[Layer]
-    config: RunConfig
-
-    @property
-    def text(self) -> str:
-        """PATH@STEP, the value of `--fork` in any folder."""
-        return f"{self.run.path.absolute()}@{self.progress.step}"
-
-    def changes(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-        """Return the settings that a fork changes, without `tracking`; raise ConfigError if it cannot."""
-        differing = setting_changes(self.config, config).items()
-        changes = {key: values for key, values in differing if not key.startswith("tracking.")}
-        where, step = f"--fork {self.run.name}@{self.progress.step}", self.progress.step
-        if fixed := {key: values for key, values in changes.items() if key.startswith(_FIXED_SETTINGS)}:
-            why = "weights and optimizer state are those of the checkpoint"
-            raise ConfigError(f"{where}: leave out {changes_text(fixed)}; {why}")
-        if config.steps <= step:
-            more = f"give more, such as --steps {step + self.config.steps}, or an earlier checkpoint"
-            raise ConfigError(f"{where}: steps = {config.steps}: all are done at this checkpoint; {more}")
-        records = [record for record in self.run.read_metrics() if record["step"] <= step]
-        if reason := stop_reason(config, records):
-            raise ConfigError(f"{where}: the fork ends at once: {reason}; add --set {reason.split()[0]}=null")
-        return changes
 
 
 def plan_fork(
@@ -114,7 +77,7 @@ def plan_fork(
     runs_dir = given_path(runs_dir)
     point = fork_point(run, runs_dir)
     config = resolve([*point.layers, *as_layers(settings)])
-    changes, tracking = point.changes(config), config.tracking
+    changes, tracking = point.changes_to(config), config.tracking
     place = tracking_store(tracking, runs_dir).place(point.run.path) if tracking.with_mlflow else None
     if place is not None and place.remote_id and tracking.parent is None:
         config = with_values(config, {"tracking.parent": place.remote_id.rpartition("/")[2]})
@@ -141,12 +104,12 @@ def plan_fork(
     config = config.model_copy(update={"bounds": plan.config.bounds})  # with all options of a custom method
     where = f"{relative_to_cwd(checkpoint)}: {plural(config.steps - progress.step, 'step')} to go"
     text = "\n".join([where, *filter(None, [changes_text(changes, separator="\n")])])
-    fork = Fork(point.run, progress, keeps_batch, changes)
+    fork = replace(point, progress=progress, keeps_batch=keeps_batch, changes=changes)
     warnings += plan.warnings
     return replace(plan, config=config, warnings=warnings, step=progress.step, text=text, fork=fork)
 
 
-def fork_point(text: str, runs_dir: Path) -> ForkPoint:
+def fork_point(text: str, runs_dir: Path) -> Fork:
     """Return the checkpoint that RUN or RUN@STEP means, the last complete one."""
     match = find_run(text, runs_dir)
     if match is None:
@@ -168,7 +131,7 @@ def fork_point(text: str, runs_dir: Path) -> ForkPoint:
         defect = damaged.get(step, f"there is no checkpoint of step {step}")
         raise UserError(f"{where}: {defect}; steps with a checkpoint: {', '.join(map(str, steps))}")
     check_contents(run.checkpoint_dir(step))
-    return ForkPoint(run, complete[step], layers, config)
+    return Fork(run, complete[step], layers, config)
 
 
 @contextmanager
@@ -324,7 +287,7 @@ def _check_changes(
     if refused := {key: values for key, values in changes if not key.startswith(_CHANGEABLE_PREFIXES)}:
         allowed = ", ".join((*CHANGEABLE_SETTINGS, "steps"))
         again = f"bandpo train --config {folder.path / 'config.yaml'} with the other values starts a new run"
-        if not any(key.startswith(_FIXED_SETTINGS) for key in refused):
+        if not any(key.startswith(FIXED_SETTINGS) for key in refused):
             again = f"a new run can continue with the other values: {fork}"
         text = f"leave out {changes_text(refused)}; a resume can change {allowed}; {again}"
         raise ConfigError(f"{where}: {text}")

@@ -196,7 +196,7 @@ def plan_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: Pat
         if tuning is not None:
             tuning.check_chosen(run.variant, own)
         if point is not None:
-            point.changes(own)  # raises for a setting that cannot change
+            point.changes_to(own)  # raises for a setting that cannot change
     shared = attrgetter("model", "task", "bounds", "sampling", "objective.advantages")
     for own in {shared(own): own for own in runs.values()}.values():  # a check loads the problems
         check_config(own)

@@ -107,7 +107,7 @@ def test_settings_that_forks_have_chosen_are_those_of_forks(runs_dir, monkeypatc
     plan.write_text(f"{plan.read_text()}fork: /a@2\n")
     monkeypatch.setattr(sweep_plan, "fork_point", lambda text, runs_dir: {"/a@2": point}[text])
     request = plan_from_config(SweepConfig(tuned_on="tuning"), [], runs_dir)
-    assert (request.about["fork"], point.changes.call_count) == ("/a@2", len(request.runs))
+    assert (request.about["fork"], point.changes_to.call_count) == ("/a@2", len(request.runs))
 
 
 @pytest.mark.parametrize("stopped", [False, True])
