@@ -244,6 +244,9 @@ def _trl(t: Translation) -> None:
     t.put_loss(kind, "loss_type")
     if in_sequences and t.settings["bounds.method"][0] == "clip":
         t.put_loss("sequence", "importance_sampling_level")
+        if t["delta"] is not None:
+            del t.settings["objective.dual_clip"]
+            t.no_place("delta", "gspo has no dual clip")
     elif any(key.startswith("band_") for key in t.given):
         del t.settings["bounds.eps_low"], t.settings["bounds.eps_high"]
         t.put_loss("band", "loss_type")
