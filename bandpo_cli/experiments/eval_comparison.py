@@ -146,21 +146,18 @@ def differing_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, 
 
     They are `config` of the records. Of a scored file of completions only the grader is known.
     """
-    if not (a.get("config") and b.get("config")):
-        return {}
     files = [record["samples"] for record in (a, b) if record.get("samples")]
+    if not (a.get("config") and b.get("config")) or (len(files) == 1 and not files[0].get("grader")):
+        return {}
     values_a, values_b = (
-        flatten(record["config"])
-        | ({"task.grader": file.get("grader")} if (file := record.get("samples")) else {})
+        {"task.grader": file.get("grader")} if (file := record.get("samples")) else flatten(record["config"])
         for record in (a, b)
     )
-    has_grader = len(files) == 2 or any(file.get("grader") for file in files)
     return {
         key: (values_a.get(key), values_b.get(key))
-        for key in {**values_a, **values_b}
-        if (has_grader and key == "task.grader" if files else key == "seed" or changes_evaluations(key))
-        and key not in _SOURCES
-        and values_a.get(key) != values_b.get(key)
+        for key in (["task.grader"] if files else {**values_a, **values_b})
+        if (key == "seed" or changes_evaluations(key)) and key not in _SOURCES
+        if values_a.get(key) != values_b.get(key)
     }
 
 
