@@ -146,11 +146,10 @@ def test_verl_parquet_file(tmp_path):
     problems = task.train_problems()
     assert answers(problems) == {2 * n for n in range(20) if n != 3}, "no repeats, no evaluation problem"
     problem = min(problems, key=lambda problem: int(problem.answer))
-    user = Message("user", content[0]["prompt"][0]["content"])
-    assert problem.prompt == (Message("system", "Be brief."), user)
+    prompt = (Message("system", "Be brief."), Message("user", content[0]["prompt"][0]["content"]))
+    extra = {"data_source": "math_dapo", "extra_info": {"index": "0-0"}}
+    assert problem == Problem(problem.id, prompt, "0", "dapo-math-17k", "math", extra)
     assert problem.label == "What is 0+0?"
-    assert problem.extra == {"data_source": "math_dapo", "extra_info": {"index": "0-0"}}
-    assert (problem.source, problem.grader) == ("dapo-math-17k", "math")
     assert task.notes == [
         "test: 1 evaluation problem",
         "dapo-math-17k: 20 training problems; dropped: 180 repeated",
