@@ -36,7 +36,7 @@ try:
     from bandpo_cli.cli.doctor import configs_app, doctor
     from bandpo_cli.cli.eval import eval_app
     from bandpo_cli.cli.export import export_app, import_app, sync
-    from bandpo_cli.cli.launch_and_watch_ranks import prints_errors, record_error, silence_other_ranks
+    from bandpo_cli.cli.launch_and_watch_ranks import record_error, silence_other_ranks
     from bandpo_cli.cli.options import GROUP, SETTINGS
     from bandpo_cli.cli.report import report
     from bandpo_cli.cli.runs import plot, runs, samples, show, view
@@ -128,7 +128,7 @@ def main() -> None:
         code = USER_ERROR if isinstance(known, UserError) else RUN_ERROR
         trace = "" if known else traceback.format_exc()
         record_error(known or RunError(f"{type(error).__name__}: {error}"), code, trace)
-        if prints_errors():
+        if is_main_process() and launched_ranks() is None:  # the parent of launched ranks prints their error
             if known is None:
                 raise
             open_console(stderr=True).print_line(str(known), "error:", "red")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 log = logging.getLogger("bandpo_cli")
+"""The logger of the package."""
 
 _MAX_MESSAGE_CHARS = 1000
 

@@ -9,11 +9,11 @@ the table of methods.
 """
 
 import functools
-import importlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any, Literal, TypeVar
 
 from bandpo_cli.custom_code import is_function_path
@@ -83,11 +83,9 @@ class Registry(dict[str, E]):
         raise ValueError(f"no {self.kind} of that name{self.suggestion(name)}")
 
 
-@functools.cache  # the settings of all methods are looked up at each validation
-def load_attribute(path: str) -> Any:
-    """Import and return the attribute that an entry names as "module:attribute"."""
-    module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+load_attribute = functools.cache(resolve_name)
+"""Import and return the attribute that an entry names as "module:attribute". The settings of all methods are looked up
+at each validation."""
 
 
 @dataclass(frozen=True)

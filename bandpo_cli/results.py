@@ -157,9 +157,8 @@ def describe_line(path: Path, runs_dir: Path) -> RunOverview:
 
 
 def _read_overview(path: Path, runs_dir: Path) -> RunOverview:
-    """Return the overview of a run, from its summary unless settings or metrics have changed since.
-
-    Raises UserError if the folder is damaged.
+    """Return the overview of a run, from its summary unless settings or metrics have changed since; raise UserError if
+    damaged.
     """
     summary = read_summary(path)
     about: dict[str, Any] = {"name": _name_in(runs_dir, path), "path": path}
@@ -230,9 +229,8 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> dict[str, Any]:
     name, without those that are null or empty; `changed`, `value` and `default` of the settings that differ from the
     default of the run's task, model and method; `metrics`, `first` and `last` value of each metric after its step;
     `checkpoints`, the steps that training can resume from; `sampled_steps`; `plots`; `seconds`, the time of all steps;
-    `times`, the sums of the metrics `time/…` but for `time/total`; and `trained_steps`, how many steps trained.
-
-    Raises UserError if there is no such run, or its folder is damaged.
+    `times`, the sums of the metrics `time/…` but for `time/total`; and `trained_steps`, how many steps trained. Raises
+    UserError if there is no such run, or its folder is damaged.
     """
     folder = RunFolder.open(given_path(runs_dir), run)
     path = folder.path
@@ -324,10 +322,8 @@ def read_metrics_table(path: Path, comparable: bool = False) -> DataFrame:
     """Return a `metrics.jsonl` as the table of `metrics`: ascending steps, of two lines of a step the last one.
 
     Values that are no numbers, and numbers from `_MAX_VALUE` on, are NaN, and with `comparable` evaluations before a
-    fork that changed what they measure. There are no rows if there is no file.
-
-    Raises:
-        UserError: a line is not a JSON object with a step that is a natural number below `_MAX_STEPS`.
+    fork that changed what they measure. There are no rows if there is no file. Raises UserError if a line is not a JSON
+    object with a step that is a natural number below `_MAX_STEPS`.
     """
     import pandas as pd
 
@@ -358,12 +354,8 @@ def samples(run: Path | str, step: int | None = None, runs_dir: Path | str = "ru
     The other columns are those of `samples/` (docs/metrics.md): `problem_id`, `prompt`, `reference`, `text`, `reward`,
     `accuracy`, `length` in tokens, `finish_reason`, `verdict`, `logprob_sum` in nats, and `reward/<name>`.
 
-    Args:
-        run: the folder of a run or an evaluation, or its name in `runs_dir`.
-        step: a step of the run; None for all steps.
-
-    Raises:
-        UserError: there is no such run or step, or a table is damaged.
+    `run` is the folder of a run or an evaluation, or its name in `runs_dir`; `step` is None for all steps of a run.
+    Raises UserError if there is no such run or step, or a table is damaged.
     """
     import pandas as pd
 
@@ -381,10 +373,8 @@ def evaluations(run: Path | str, runs_dir: Path | str = "runs") -> DataFrame:
     """Return the held-out metrics of a run, a row per step, evaluation set and metric.
 
     The columns are `step`, `set`, `metric` (`mean_at_16`, `pass_at_4`, `response_length`, ...), `value`, `low` and
-    `high`, the ends of the 95% interval over problems (NaN for one problem), `problems` and `completions`.
-
-    Raises:
-        UserError: there is no such run, or a file of `evals/` is damaged.
+    `high`, the ends of the 95% interval over problems (NaN for one problem), `problems` and `completions`. Raises
+    UserError if there is no such run, or a file of `evals/` is damaged.
     """
     import pandas as pd
 
@@ -397,10 +387,8 @@ def tokens(run: Path | str, step: int, runs_dir: Path | str = "runs") -> DataFra
     """Return the tokens of the completions of a step, a row per token, in their order.
 
     The columns are `completion` (its row among those of `samples(run, step)`), `token` (its text), `advantage` and the
-    other values of `storage.tables.TokenValues`; log-probs and entropies are in nats.
-
-    Raises:
-        UserError: there is no such run, or no undamaged table of the step (`tracking.tokens_every`).
+    other values of `storage.tables.TokenValues`; log-probs and entropies are in nats. Raises UserError if there is no
+    such run, or no undamaged table of the step (`tracking.tokens_every`).
     """
     import numpy as np
     import pandas as pd

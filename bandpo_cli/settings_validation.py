@@ -27,8 +27,7 @@ NotEmpty = Annotated[str, Field(min_length=1)]
 AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
 """A single item need not be in a list."""
 
-_MAX_NAMES = 7
-"""Methods, tasks or further unknown keys that an error lists."""
+_MAX_NAMES = 7  # methods, tasks or further unknown keys that an error lists
 
 
 class Section(BaseModel):

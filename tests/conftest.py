@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -51,20 +51,23 @@ def output_of(show: Callable[..., object], *arguments: object, width: int = 100)
     return console.file.getvalue()
 
 
-def random_model(kind: str = "qwen2", seed: int = 0) -> PreTrainedModel:
-    """Return a float32 model with 2 layers and weights large enough that its distributions are far from uniform."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+def random_model(kind: str = "qwen2", seed: int = 0, scale: float = 6.0, **shape: Any) -> PreTrainedModel:
+    """Return a float32 model with 2 layers and weights large enough that its distributions are far from uniform.
 
+    A Qwen2 model has a tied output layer and biases in the attention; Llama and Mistral models have neither.
+    """
+    import torch
+    import transformers
+
+    name = {"qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}[kind]
+    settings = SHAPE | {"tie_word_embeddings": kind == "qwen2"} | shape
     torch.manual_seed(seed)
-    if kind == "llama":
-        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**SHAPE))
-    else:
-        model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(6.0)
+                parameter.mul_(scale)
     return model.eval()
 
 

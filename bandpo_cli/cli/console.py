@@ -3,10 +3,12 @@
 import errno
 import json
 import logging
+import math
 import os
 import re
 import sys
 import textwrap
+import time
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
@@ -22,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.callbacks import CallbackBase
-from bandpo_cli.errors import escape_controls, redact_credentials
+from bandpo_cli.errors import escape_controls, log, redact_credentials
 
 
 class SafeStream:
@@ -75,11 +77,8 @@ def protect_streams() -> None:
             setattr(sys, name, SafeStream(stream))
 
 
-LINE_SECONDS = 60.0
-"""Seconds after which a log file gets a line of progress in any case."""
-
-PLAIN_LINES = 20
-"""Approximate number of progress lines in a log file, however long the run or the evaluation."""
+LINE_SECONDS = 60.0  # seconds after which a log file gets a line of progress in any case
+PLAIN_LINES = 20  # approximate number of progress lines in a log file, however long the run or the evaluation
 
 CONTINUES = "warning: nothing reads the output of this command any more; it continues without it"
 
@@ -150,11 +149,10 @@ def open_console(stderr: bool = False, long_running: bool = False) -> Console:
     if long_running and file is not None:
         file.on_loss = CONTINUES
     console = Console(file=file, stderr=stderr, markup=False, emoji=False)
-    logger = logging.getLogger("bandpo_cli")
-    others = [handler for handler in logger.handlers if not isinstance(handler, LogHandler)]
-    logger.handlers = [*others, LogHandler(console)]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False  # MLflow's database migrations give the root logger a handler of their own
+    others = [handler for handler in log.handlers if not isinstance(handler, LogHandler)]
+    log.handlers = [*others, LogHandler(console)]
+    log.setLevel(logging.INFO)
+    log.propagate = False  # MLflow's database migrations give the root logger a handler of their own
     return console
 
 
@@ -215,6 +213,7 @@ class ExperimentView(CallbackBase):
     def __init__(self, console: Console, runs_dir: Path = Path("runs")) -> None:
         self.console, self.runs_dir = console, runs_dir
         self.in_progress = False
+        self.printed_at = -math.inf  # the last line of progress, by `time.monotonic`
         self._status: Status | None = None
         self._live: Live | None = None
 
@@ -228,6 +227,11 @@ class ExperimentView(CallbackBase):
     def line(self) -> str | None:
         """Return the progress since the last line for a file; None if it is too early for another line."""
         raise NotImplementedError
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a file gets a line in any case, since the last one was `LINE_SECONDS` ago."""
+        return time.monotonic() >= self.printed_at + LINE_SECONDS
 
     def print_start(self, folder: Path | None, heading: str, notes: Iterable[str] = ()) -> None:
         """Print the notes and the folder of the experiment."""
@@ -259,6 +263,7 @@ class ExperimentView(CallbackBase):
     def update_progress(self) -> None:
         """Print a line if one is due. A terminal shows the current state in any case."""
         if self.in_progress and self._live is None and (text := self.line()) is not None:
+            self.printed_at = time.monotonic()
             self.console.print_line(text)
 
     def stop_progress(self) -> None:

@@ -22,7 +22,6 @@ from rich.text import Text
 
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import make_table, open_console, print_json
-from bandpo_cli.cli.options import complete_shipped_config
 from bandpo_cli.errors import UserError, nearest, one_line
 
 if TYPE_CHECKING:  # its import takes 0.05 s
@@ -298,7 +297,7 @@ def configs(
 
 @configs_app.command()
 @opt.documented
-def show(name: Annotated[str, opt.argument("NAME", complete=complete_shipped_config)]) -> None:
+def show(name: Annotated[str, opt.argument("NAME", complete=opt.complete_shipped_config)]) -> None:
     """Print a configuration file.
 
     Args:

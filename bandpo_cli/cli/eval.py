@@ -28,7 +28,6 @@ from bandpo_cli.cli.console import (
     open_console,
     print_json,
 )
-from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.errors import plural
 from bandpo_cli.processes.ranks import RUN_NAME_VARIABLE, ranks_to_start
@@ -61,14 +60,16 @@ _TASK = opt.option("NAME|FILE", "the evaluation sets of the run", complete=opt.c
 def evaluate(
     *,
     context: typer.Context,
-    model: Annotated[str | None, opt.option("MODEL", "the bundled model", complete=folder_of("run"))] = None,
+    model: Annotated[
+        str | None, opt.option("MODEL", "the bundled model", complete=opt.folder_of("run"))
+    ] = None,
     task: Annotated[list[str] | None, _TASK] = None,
     samples: Annotated[Path | None, opt.option("FILE")] = None,
     n: Annotated[int | None, opt.option("N", "the run's, else 16 or 4", flags=["--n"], min=1)] = None,
     k: Annotated[str | None, opt.option("K,K", "4, 16, ... up to n", flags=["--k"])] = None,
     settings: opt.EvalSettings,
     format_: opt.TableOrJson = "table",
-    resume: Annotated[str | None, opt.option("NAME", complete=folder_of("evaluation"))] = None,
+    resume: Annotated[str | None, opt.option("NAME", complete=opt.folder_of("evaluation"))] = None,
     name: Annotated[str | None, opt.option("NAME", "from model, tasks, n, seed and time")] = None,
     config: opt.ConfigFiles = None,
     set_: opt.Assignments = None,
@@ -109,7 +110,6 @@ def evaluate(
     from bandpo_cli.config.layers import nest, read_assignments, read_config
     from bandpo_cli.experiments import evaluate as run_evaluation
     from bandpo_cli.experiments.eval_plan import MAX_K, plan_evaluation, plan_evaluation_resume
-    from bandpo_cli.experiments.eval_run import resume_evaluation
     from bandpo_cli.experiments.plan import choose_run_name, read_numbers
     from bandpo_cli.storage.run_folder import EvalFolder
 
@@ -141,10 +141,7 @@ def evaluate(
     if not folder.samples_path.exists():
         print_request(console, request)
     with exit_on_sigterm(), closing(EvalView(console, format_, runs_dir)) as view:
-        if resume is not None:
-            result = resume_evaluation(resume, runs_dir, request=request, callbacks=[view])
-        else:
-            result = run_evaluation(request, runs_dir=runs_dir, name=asked, callbacks=[view])
+        result = run_evaluation(request, runs_dir=runs_dir, name=asked, callbacks=[view])
     files = {"metrics": "eval.json", "samples": "samples.parquet", "histogram": "plots/success.png"}
     rows = [(heading, str(result.folder / name)) for heading, name in files.items()]
     console.print_rows([*rows, ("MLflow", result.mlflow or "")], 9)
@@ -154,8 +151,8 @@ def evaluate(
 @eval_app.command()
 @opt.documented
 def compare(
-    a: Annotated[str, opt.argument("A", complete=folder_of("evaluation", "run"))],
-    b: Annotated[str, opt.argument("B", complete=folder_of("evaluation", "run"))],
+    a: Annotated[str, opt.argument("A", complete=opt.folder_of("evaluation", "run"))],
+    b: Annotated[str, opt.argument("B", complete=opt.folder_of("evaluation", "run"))],
     show: Annotated[int, opt.option("N", min=0)] = 5,
     margin: Annotated[float, opt.option("M")] = 0.02,
     format_: opt.TableOrJson = "table",

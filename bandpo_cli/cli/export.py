@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,8 +12,7 @@ import typer
 
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import ExperimentView, open_console
-from bandpo_cli.cli.options import folder_of, one_of
-from bandpo_cli.errors import plural
+from bandpo_cli.errors import log, plural
 from bandpo_cli.registries import TRACKERS
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ def export() -> None:
 @opt.documented
 def export_verl(
     out: NewFolder,
-    run: Annotated[str | None, opt.argument("[RUN]", complete=folder_of("run"))] = None,
+    run: Annotated[str | None, opt.argument("[RUN]", complete=opt.folder_of("run"))] = None,
     config: opt.ConfigFiles = None,
     set_: opt.Assignments = None,
     nodes: Annotated[int, opt.option("N", min=1)] = 1,
@@ -86,7 +84,7 @@ def export_verl(
 @export_app.command()
 @opt.documented
 def merged(
-    model: Annotated[str, opt.argument("RUN", complete=folder_of("run"))],
+    model: Annotated[str, opt.argument("RUN", complete=opt.folder_of("run"))],
     out: NewFolder,
     runs_dir: Annotated[Path, opt.option("DIR")] = opt.RUNS,
 ) -> None:
@@ -149,10 +147,10 @@ def import_verl(
 
 @opt.documented
 def sync(
-    runs: Annotated[list[str] | None, opt.argument("RUN...", complete=folder_of("run", "sweep"))] = None,
+    runs: Annotated[list[str] | None, opt.argument("RUN...", complete=opt.folder_of("run", "sweep"))] = None,
     all_: Annotated[bool, opt.option()] = False,
     tracker: Annotated[
-        list[str] | None, opt.option("NAME", "those of the run", complete=one_of(TRACKERS))
+        list[str] | None, opt.option("NAME", "those of the run", complete=opt.one_of(TRACKERS))
     ] = None,
     tracking_uri: Annotated[str | None, opt.option("URI", "where the run was tracked, or would be")] = None,
     runs_dir: opt.RunsDir = opt.RUNS,
@@ -215,7 +213,7 @@ class SyncView(ExperimentView):
         later = "; still being written: its files and its status come later" if synced.writing else ""
         self.console.print_line(line + later, label)
         if number := metrics.differing:
-            logging.getLogger("bandpo_cli").warning(
+            log.warning(
                 f"{plural(number, 'value')} at MLflow {'differs' if number == 1 else 'differ'} from the run "
                 "folder's: steps that a resume did again were sent before, and MLflow changes no value"
             )

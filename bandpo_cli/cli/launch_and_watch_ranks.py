@@ -31,6 +31,7 @@ from bandpo_cli.errors import (
     UserError,
     describe_exit,
     is_received,
+    log,
     one_line,
     redact_credentials,
 )
@@ -50,16 +51,13 @@ if TYPE_CHECKING:
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the file for the error of a rank; torchrun prints its content in its report."""
 
-POLL_INTERVAL_S = 0.1
-"""Seconds between two polls of the ranks."""
+POLL_INTERVAL_S = 0.1  # seconds between two polls of the ranks
 
 ENDING_S = 15.0
 """Seconds after the error of a rank in which the others can notice it and write the run's summary. Then they are
 killed: a rank that waits for another one on a GPU notices nothing."""
 
-OTHERS_S = 5.0
-"""Seconds after the end of rank 0 in which the others can end: they have nothing left to write."""
-
+OTHERS_S = 5.0  # seconds after the end of rank 0 in which the others can end: they have nothing left to write
 WARNING_S = 2.0  # that a warning of another rank waits for the same one of rank 0, which prints its own
 MAX_WARNING_CHARS = 100_000  # of the warnings of a rank that are read: more is a flood
 
@@ -83,11 +81,6 @@ class RankError:
     received: bool = False
 
 
-def prints_errors() -> bool:
-    """Return whether this process prints its error: rank 0 does, unless the parent process prints it for all ranks."""
-    return is_main_process() and launched_ranks() is None
-
-
 class RankWarnings(logging.Handler):
     """Reports the warnings of a rank, each text once: to the launcher; with torchrun rank 0 prints its own."""
 
@@ -106,7 +99,7 @@ class RankWarnings(logging.Handler):
 
 def silence_other_ranks() -> None:
     """Discard what ranks other than 0 print; warnings (`RankWarnings`) and crashes of native code are reported."""
-    logging.getLogger("bandpo_cli").addHandler(RankWarnings(logging.WARNING))
+    log.addHandler(RankWarnings(logging.WARNING))
     if is_main_process():
         return
     null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - stays open for the life of the process
@@ -165,15 +158,8 @@ def launch(
     other at every step whether to stop. The second one of its kind drops the step: rank 0 receives it too, and the
     others, which have nothing to write, are killed, because rank 0 may be waiting for them.
 
-    Args:
-        config: the settings; the device of the model decides whether each rank needs a GPU.
-        command: the command that resumes the run or evaluation in `folder`.
-        folder: the folder that rank 0 writes in `runs_dir`; its name is the name for all ranks.
-        arguments: those of the Python interpreter of each rank; None for this command.
-
-    Raises:
-        UserError: there are fewer GPUs or prompts than ranks, or the mistake of a rank.
-        RunError: the error of the rank that failed first.
+    `folder` is what rank 0 writes in `runs_dir`; its name is the name for all ranks. `arguments` are those of Python in
+    each rank, None for this command. Raises the error of the rank that failed first.
     """
     from bandpo_cli.config.run import check_ranks
     from bandpo_cli.storage.run_folder import shell_command

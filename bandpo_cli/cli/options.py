@@ -349,22 +349,15 @@ def takes_settings(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _names_given(context: typer.Context, parameter: Any) -> list[str]:
-    """Return the names of an option, of `--mlflow/--no-mlflow` those of the value that was given."""
-    off: list[str] = parameter.secondary_opts if context.params.get(parameter.name) is False else []
-    return off or parameter.opts
-
-
 def refuse_with(context: typer.Context, flag: str, why: str, is_refused: Callable[[str], bool]) -> None:
     """Raise UserError if options, or arguments by their name in the help, were given that `flag` makes meaningless."""
-    given = [
-        next(
-            (name for name in _names_given(context, parameter) if name.startswith("--")),
-            parameter.metavar or "",
-        ).strip("[]")
-        for parameter in context.command.params
-        if getattr(context.get_parameter_source(parameter.name or ""), "name", None) == "COMMANDLINE"
-    ]
+    given = []
+    for parameter in context.command.params:
+        if getattr(context.get_parameter_source(parameter.name or ""), "name", None) == "COMMANDLINE":
+            is_off = context.params.get(parameter.name) is False  # of --mlflow/--no-mlflow
+            names = (is_off and parameter.secondary_opts) or parameter.opts
+            flags = [name for name in names if name.startswith("--")]
+            given.append(flags[0] if flags else (parameter.metavar or "").strip("[]"))
     if refused := [*filter(is_refused, given)]:
         raise UserError(f"{flag}: {why}; leave out {', '.join(refused)}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -11,25 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.text import Text
 
-from bandpo_cli.cli.console import (
-    LINE_SECONDS,
-    Console,
-    ExperimentView,
-    format_duration,
-    make_table,
-    open_console,
-)
+from bandpo_cli.cli.console import Console, ExperimentView, format_duration, make_table, open_console
 from bandpo_cli.cli.train_view import sample_text, settings_rows
 from bandpo_cli.config.layers import setting_text, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.experiments.memory_check import (
-    GIB,
-    describe_memory,
-    memory_of_task,
-    memory_report,
-    saving_advice,
-)
+from bandpo_cli.experiments.memory_check import describe_memory, memory_of_task, memory_report, saving_advice
 from bandpo_cli.experiments.monitor import advice
 from bandpo_cli.experiments.plan import Plan
 from bandpo_cli.experiments.trials import ProbeReport, dry_run, probe, try_graders
@@ -74,13 +60,12 @@ def print_dry_run(console: Console, plan: Plan) -> None:
     """
     config, task = plan.pinned, plan.task
     assert task is not None  # only a resume can be without problems
-    for trial in try_graders(config, task) if is_main_process() else ():
-        problem, grade = trial.problem, trial.grade
-        dummy = f"the dummy completion {trial.completion!r:.80}"
+    for problem, completion, grade, warnings in try_graders(config, task) if is_main_process() else ():
+        dummy = f"the dummy completion {completion!r:.80}"
         dummy += f" for the reference {problem.answer!r:.80}" if problem.answer else ""
         reward = f"reward {grade.reward:g}" if grade.has_reward else "without a reward (None or NaN)"
         console.print_rows([("grader", f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}")], 10)
-        console.print_warnings(trial.warnings)
+        console.print_warnings(warnings)
     with ExitStack() as stack:
         view = stack.enter_context(closing(ExperimentView(console)))
 
@@ -129,7 +114,7 @@ def print_memory(console: Console, config: RunConfig, estimate: MemoryEstimate) 
     for phase, components in phases.items():
         for name, size in components.items():
             if size:
-                table.add_row(name, f"{size / GIB:,.2f}", phase)
+                table.add_row(name, f"{size / 2**30:,.2f}", phase)
     console.print(table, highlight=False)
     fits = "fits" if estimate.fits else f"too much; {saving_advice(config, estimate)}"
     heading = "" if estimate.fits else "warning:"
@@ -138,7 +123,7 @@ def print_memory(console: Console, config: RunConfig, estimate: MemoryEstimate) 
         without = {"model": config.model.model_copy(update={"lora": None})}
         peak = memory_report(config.model_copy(update=without), estimate.ranks).peak
         trained = f"{estimate.trained / 1e6:,.1f}M of {estimate.parameters / 1e6:,.1f}M parameters"
-        line = f"trains {trained}; training all weights takes {peak / GIB:,.1f} GiB at the peak"
+        line = f"trains {trained}; training all weights takes {peak / 2**30:,.1f} GiB at the peak"
         console.print_rows([("LoRA", line)], 10)
 
 
@@ -154,17 +139,15 @@ def run_probe(plan: Plan, runs_dir: Path, size: int) -> None:
             "grade": "grading …",
         }
         view.spinners |= dict.fromkeys(("logprobs", "update"), "a trial step …")
-        sampling, printed = view.spinners["sample"], -math.inf
+        sampling = view.spinners["sample"]
 
         def show_progress(done: int, total: int, seconds: float) -> None:
-            nonlocal printed
             left = f"{done} of {plural(total, 'problem')} sampled, about {format_duration(seconds)} left"
             view.spinners = {**view.spinners, "sample": f"{sampling} {left}"}
-            is_due = not console.is_terminal and time.monotonic() > printed + LINE_SECONDS
-            if is_due and done < total:
+            if view.is_overdue and not console.is_terminal and done < total:
                 view.spin(None)
                 console.print_rows([("probe", f"{left}, then a trial step")], 10)
-                printed = time.monotonic()
+                view.printed_at = time.monotonic()
 
         report = probe(plan, [view], size, show_progress)
     print_results(console, plan.config, report)

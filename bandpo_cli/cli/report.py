@@ -11,7 +11,6 @@ from rich.text import Text
 
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import Console, make_table, open_console, print_json
-from bandpo_cli.cli.options import folder_of
 from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import AXES
 from bandpo_cli.paths import path_exists, read_json_object, relative_to_cwd
@@ -19,13 +18,12 @@ from bandpo_cli.paths import path_exists, read_json_object, relative_to_cwd
 if TYPE_CHECKING:
     from bandpo_cli.reports.compare_variants import Metric, Report
 
-_WIDE = 110
-"""Width of a terminal from which on a mean and its interval are on one line, in columns."""
+_WIDE = 110  # width of a terminal from which on a mean and its interval are on one line, in columns
 
 
 @opt.documented
 def report(
-    paths: Annotated[list[Path], opt.argument("PATH", complete=folder_of("sweep", "run"))],
+    paths: Annotated[list[Path], opt.argument("PATH", complete=opt.folder_of("sweep", "run"))],
     baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's, else the first")] = None,
     by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
     out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,

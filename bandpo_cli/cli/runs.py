@@ -16,14 +16,13 @@ from rich.text import Text
 
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import Console, format_duration, make_table, open_console, print_json, to_json
-from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.errors import UserError, excerpt, nearest
 from bandpo_cli.methods import METHODS
 from bandpo_cli.metric_names import AXES
 from bandpo_cli.processes.watch import read_stacks
 
 RunName = Annotated[
-    str, opt.argument("RUN", complete=folder_of("run"), help="Its name in --runs-dir, or its folder.")
+    str, opt.argument("RUN", complete=opt.folder_of("run"), help="Its name in --runs-dir, or its folder.")
 ]
 
 _STYLES = {
@@ -55,10 +54,10 @@ _FIRST_METRICS = (
 @opt.documented
 def runs(
     patterns: Annotated[
-        list[str] | None, opt.argument("PATTERN...", "all", complete=folder_of("run", "sweep"))
+        list[str] | None, opt.argument("PATTERN...", "all", complete=opt.folder_of("run", "sweep"))
     ] = None,
-    method: Annotated[str | None, opt.option("METHOD", complete=one_of(METHODS))] = None,
-    task: Annotated[str | None, opt.option("TASK", complete=one_of(opt.TASK_NAMES))] = None,
+    method: Annotated[str | None, opt.option("METHOD", complete=opt.one_of(METHODS))] = None,
+    task: Annotated[str | None, opt.option("TASK", complete=opt.one_of(opt.TASK_NAMES))] = None,
     status: Annotated[str | None, _STATUS] = None,
     sort: Annotated[str, _SORT] = "time",
     format_: opt.TableOrJson = "table",
@@ -221,7 +220,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 @opt.documented
 def samples(
-    run: Annotated[str, opt.argument("RUN", complete=folder_of("run", "evaluation"))],
+    run: Annotated[str, opt.argument("RUN", complete=opt.folder_of("run", "evaluation"))],
     step: Annotated[int | None, opt.option("N", "the last step with samples", min=0)] = None,
     correct: Annotated[bool, opt.option()] = False,
     wrong: Annotated[bool, opt.option()] = False,
@@ -298,7 +297,7 @@ def _print_completion(console: Console, completion: Mapping[str, Any]) -> None:
 
 @opt.documented
 def view(
-    names: Annotated[list[str], opt.argument("RUN [RUN]", complete=folder_of("run", "evaluation"))],
+    names: Annotated[list[str], opt.argument("RUN [RUN]", complete=opt.folder_of("run", "evaluation"))],
     step: Annotated[int | None, opt.option("N", "the last recorded step", min=0)] = None,
     out: Annotated[Path | None, opt.option("FILE", "view/step-N.html in the folder of the run")] = None,
     x: opt.AxisName = "step",

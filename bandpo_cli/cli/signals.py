@@ -13,8 +13,7 @@ from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.errors import SignalExit, signal_name
 from bandpo_cli.processes.ranks import is_main_process, launched_ranks, rank_count
 
-STOPPED = "stopped"
-"""Printed where a signal ends the program at once."""
+STOPPED = "stopped"  # printed where a signal ends the program at once
 
 _REPEATED: dict[int, int] = {signal.SIGPROF: signal.SIGINT, signal.SIGIO: signal.SIGTERM}
 FORWARDED: Mapping[int, int] = {signal.SIGUSR2: signal.SIGINT, signal.SIGVTALRM: signal.SIGTERM, **_REPEATED}
@@ -86,7 +85,8 @@ class StopSignals(CallbackBase):
         if threading.current_thread() is threading.main_thread():
             handlers: dict[int, Any] = dict.fromkeys(stop_signals(), self._handle)
             if launched_ranks() is not None:
-                handlers = dict.fromkeys(handlers, _ignore) | dict.fromkeys(FORWARDED, self._handle)
+                # Unlike SIG_IGN, a function is not inherited by the programs that this process starts.
+                handlers = dict.fromkeys(handlers, lambda *_: None) | dict.fromkeys(FORWARDED, self._handle)
             self._stack.enter_context(signal_handlers(handlers))
         return self
 
@@ -121,10 +121,6 @@ def write_line(line: str) -> None:
     """Write a line to standard error from a handler. print() would find its buffer locked if a signal interrupts it."""
     with suppress(OSError):  # of a terminal that was closed
         os.write(2, f"{line}\n".encode())
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing. Unlike SIG_IGN, a function is not inherited by the programs that this process starts."""
 
 
 def handle_forwarded_signals() -> None:

@@ -17,15 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.console import (
-    LINE_SECONDS,
-    Console,
-    ExperimentView,
-    format_duration,
-    make_table,
-    open_console,
-)
-from bandpo_cli.cli.options import folder_of, one_of
+from bandpo_cli.cli.console import Console, ExperimentView, format_duration, make_table, open_console
 from bandpo_cli.cli.report import print_report
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.errors import RunError, SignalExit, UserError, plural
@@ -50,14 +42,14 @@ def sweep(
     settings: opt.Settings,
     seeds: Annotated[str | None, opt.option("S,S", "0")] = None,
     axis: Annotated[list[str] | None, opt.option("KEY=V,V")] = None,
-    fork: Annotated[str | None, opt.option("RUN[@STEP]", complete=folder_of("run"))] = None,
-    recorded: Annotated[str | None, opt.option("RUN", complete=folder_of("run"))] = None,
-    tuned_on: Annotated[str | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
+    fork: Annotated[str | None, opt.option("RUN[@STEP]", complete=opt.folder_of("run"))] = None,
+    recorded: Annotated[str | None, opt.option("RUN", complete=opt.folder_of("run"))] = None,
+    tuned_on: Annotated[str | None, opt.option("SWEEP", complete=opt.folder_of("sweep"))] = None,
     baseline: Annotated[str | None, opt.option("VARIANT")] = None,
     jobs: Annotated[int | None, opt.option("N", "as many as there are GPUs for, else cores", min=1)] = None,
     gpus_per_run: Annotated[int | None, opt.option("K", "1", min=1)] = None,
     stop_behind: Annotated[float | None, opt.option("MARGIN", "no run is ended")] = None,
-    executor: Annotated[str, opt.option("EXECUTOR", complete=one_of(("local", "ray")))] = "local",
+    executor: Annotated[str, opt.option("EXECUTOR", complete=opt.one_of(("local", "ray")))] = "local",
     ray_address: Annotated[
         str | None, opt.option("ADDRESS", "a local cluster that ends with the sweep")
     ] = None,
@@ -69,8 +61,8 @@ def sweep(
     tracking: opt.Tracking,
     dry_run: Annotated[bool, opt.option()] = False,
     power: Annotated[float | None, opt.option("DIFFERENCE")] = None,
-    pilot: Annotated[Path | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
-    resume: Annotated[str | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
+    pilot: Annotated[Path | None, opt.option("SWEEP", complete=opt.folder_of("sweep"))] = None,
+    resume: Annotated[str | None, opt.option("SWEEP", complete=opt.folder_of("sweep"))] = None,
 ) -> None:
     """Run every combination of the given values as an ordinary run, in one folder.
 
@@ -207,7 +199,7 @@ class SweepView(ExperimentView):
         super().__init__(console, runs_dir)
         self._info: SweepInfo | None = None
         self._states: States = {}
-        self._start = self._next_line = 0.0
+        self._start = 0.0
         self._ended = -1
 
     def start(self, info: SweepInfo) -> None:
@@ -295,11 +287,11 @@ class SweepView(ExperimentView):
         return table
 
     def line(self) -> str | None:
-        """Return a line if a run has ended since the last line, or `LINE_SECONDS` have passed."""
+        """Return a line if a run has ended since the last line, or it was long ago."""
         ended = sum(state.status in ("finished", "failed", "stopped") for state in self._states.values())
-        if ended == self._ended and time.monotonic() < self._next_line:
+        if ended == self._ended and not self.is_overdue:
             return None
-        self._ended, self._next_line = ended, time.monotonic() + LINE_SECONDS
+        self._ended = ended
         states = self._states.items()
         running = [f"{name} {run.step}/{run.steps}" for name, run in states if run.status == "running"]
         return self._counts_text() + (f"  running: {', '.join(running)}" if running else "")

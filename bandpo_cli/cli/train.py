@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import open_console
-from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.errors import UserError
 from bandpo_cli.processes.ranks import RUN_NAME_VARIABLE, rank_count, ranks_to_start
@@ -25,8 +24,8 @@ def train(
     config: opt.ConfigFiles = None,
     settings: opt.Settings,
     name: Annotated[str | None, opt.option("NAME", "method-task-seed-time")] = None,
-    resume: Annotated[str | None, opt.option("RUN", complete=folder_of("run"))] = None,
-    fork: Annotated[str | None, opt.option("RUN[@STEP]", complete=folder_of("run"))] = None,
+    resume: Annotated[str | None, opt.option("RUN", complete=opt.folder_of("run"))] = None,
+    fork: Annotated[str | None, opt.option("RUN[@STEP]", complete=opt.folder_of("run"))] = None,
     set_: opt.Assignments = None,
     runs_dir: opt.RunsDir = opt.RUNS,
     tracking: opt.Tracking,

@@ -9,16 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import progress
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -118,14 +111,14 @@ class TrainView(ExperimentView):
         self._skipped, self._since_line = 0, 0.0
         # The curve without information: the reward that is the accuracy, or the accuracy of rewards that never reach 1.
         self._hidden = "train/reward"
-        self._bar = Progress(
+        self._bar = progress.Progress(
             "step",
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TimeElapsedColumn(),
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(bar_width=None),
+            progress.TimeElapsedColumn(),
             "left",
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[phase]}", style="dim"),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[phase]}", style="dim"),
             expand=True,
         )
 

@@ -47,8 +47,7 @@ from bandpo_cli.registries import (
 )
 from bandpo_cli.settings_validation import AsList, NotEmpty, Section, TaggedSection, require
 
-FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""The suffixes of the local files that can be read."""
+FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")  # the suffixes of the local files that can be read
 
 
 def _check_function_path(name: str) -> str:

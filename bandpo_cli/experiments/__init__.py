@@ -6,8 +6,8 @@
     result = train(RunConfig(steps=2), runs_dir="runs", name="demo")
     print(result.folder, result.status, result.records[-1])
 
-Settings are checked before torch is imported. Mistakes are raised as `errors.UserError`, failures of a run as
-`errors.RunError`. Callbacks follow `callbacks.Callback`. Remarks and warnings go to the logger `bandpo_cli`.
+Settings are checked before torch is imported. Mistakes are raised as `errors.UserError`, before anything is written,
+failures as `errors.RunError`. Callbacks follow `callbacks.Callback`. Remarks and warnings go to `errors.log`.
 """
 
 from importlib import import_module

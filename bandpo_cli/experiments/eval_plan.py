@@ -3,7 +3,6 @@
 Every mistake that can be found without torch is found here.
 """
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from bandpo_cli.config.layers import Layer, Settings, as_layers, nest, read_laye
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, TaskSettings, task_from_arguments
 from bandpo_cli.custom_code import add_code_folder
-from bandpo_cli.errors import ConfigError, UserError, nearest, plural
+from bandpo_cli.errors import ConfigError, UserError, log, nearest, plural
 from bandpo_cli.experiments.plan import check_graders, check_model_and_task, prepare_task
 from bandpo_cli.paths import given_path, nearest_file, path_exists, user_path
 from bandpo_cli.registries import BUNDLED_MODELS, DATASETS, generated_tasks, split_member
@@ -28,25 +27,15 @@ from bandpo_cli.storage.checkpoints import (
     run_layers,
 )
 from bandpo_cli.storage.files import file_digest
-from bandpo_cli.storage.run_folder import (
-    RECORD_FILE,
-    SAMPLES_FILE,
-    EvalFolder,
-    RunFolder,
-    find_run,
-    timestamped,
-)
+from bandpo_cli.storage.run_folder import SAMPLES_FILE, EvalFolder, RunFolder, find_run, timestamped
 from bandpo_cli.storage.run_record import read_record
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
 from bandpo_cli.tasks.question_answers import hub_ids, question_key
 from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.tasks.task import Task, build_task
 
-log = logging.getLogger("bandpo_cli")
-
 MAX_K = 10**6
-_MAX_STEM_CHARS = 100
-"""Largest length of the part of an evaluation's name that says what was evaluated."""
+_MAX_STEM_CHARS = 100  # largest length of the part of an evaluation's name that says what was evaluated
 _OF_TRAINING = nest({"optim.updates": 1, "objective.advantages": "group", "reward.overlong_buffer": 0})
 """Settings that could contradict those of an evaluation, where they have no effect."""
 _USED_SECTIONS = {"seed", "model", "task", "sampling", "grading", "evaluation", "tracking"}
@@ -64,10 +53,14 @@ class SamplesFile:
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """An evaluation that has been checked and not started; it uses the sections in `_USED_SECTIONS`."""
+    """An evaluation that has been checked and not started; it uses the sections in `_USED_SECTIONS`.
+
+    `folder` is that of an interrupted evaluation, which continues; None for a new one.
+    """
 
     config: RunConfig
     source: tuple[ModelRef, Task] | SamplesFile
+    folder: EvalFolder | None = None
 
     def default_name(self) -> str:
         """Return the name of an evaluation to which the user gives none: what is evaluated, and the time."""
@@ -136,10 +129,9 @@ def plan_evaluation(
     runs_dir: Path | str = "runs",
     **options: Unpack[EvalOptions],
 ) -> EvalPlan:
-    """Check everything that can be checked without torch, and load the problems; the arguments are as for `evaluate`.
+    """Check everything that can be checked without torch, and load the problems.
 
-    `base` are settings that the options override. Raises UserError if there is no such model, task or file, or a
-    setting cannot be used.
+    `base` are settings that the options override; the other arguments are as for `evaluate`.
     """
     n, k = options.get("n"), options.get("k")
     tasks = [tasks] if isinstance(tasks, str) else tasks
@@ -226,12 +218,10 @@ def _plan_samples(path: Path, grader: str | None, layers: Sequence[Layer]) -> Ev
 def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalPlan:
     """Return the plan that the evaluation in `folder` was made from, with other settings of `tracking` only.
 
-    An evaluation that has all its completions needs neither its model nor its samples file.
-
-    Raises UserError if the record is damaged, or the model or the samples have changed or are missing.
+    An evaluation that has all its completions is scored again, and needs neither its model nor its samples file.
     """
     add_code_folder(folder.path)
-    record, complete = read_record(folder.path / RECORD_FILE), folder.samples_path.exists()
+    record, complete = read_record(folder.path / folder.marker), folder.samples_path.exists()
     try:
         samples, model = record["samples"], record["model"]
         layers = [record["config"], {"tracking": tracking or {}}]
@@ -248,12 +238,12 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
         if not complete and (not path_exists(path) or file_digest(path) != digest):
             raise UserError(f"--resume {folder.path}: {path} was changed or deleted; start a new evaluation")
         sets = {} if complete else read_completions(path, grader)
-        return EvalPlan(config, SamplesFile(path, digest, grader, sets))
+        return EvalPlan(config, SamplesFile(path, digest, grader, sets), folder)
     if not complete:
         check_model_path(ref.path)
         check_model_contents(Path(ref.path))
         check_engine(config.sampling.engine, config.model.device)
-    return EvalPlan(config, (ref, prepare_task(config)))
+    return EvalPlan(config, (ref, prepare_task(config)), folder)
 
 
 def _task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:

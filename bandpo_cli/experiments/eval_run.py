@@ -7,7 +7,6 @@ calls callbacks.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,16 +16,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bandpo_cli.callbacks import Callback
-from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig, check_ranks
-from bandpo_cli.errors import UserError, closed_at_end, redact_credentials, warn_on_failure
-from bandpo_cli.experiments.eval_plan import (
-    EvalOptions,
-    EvalPlan,
-    SamplesFile,
-    plan_evaluation,
-    plan_evaluation_resume,
-)
+from bandpo_cli.errors import UserError, closed_at_end, log, redact_credentials, warn_on_failure
+from bandpo_cli.experiments.eval_plan import EvalOptions, EvalPlan, SamplesFile, plan_evaluation
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import Dispatcher
 from bandpo_cli.experiments.plan import choose_run_name
@@ -46,8 +38,6 @@ from bandpo_cli.types import GRADER_ERROR, status_of
 if TYPE_CHECKING:
     from bandpo_cli.evaluation.evaluate import Batch
     from bandpo_cli.evaluation.scores import Scores
-
-log = logging.getLogger("bandpo_cli")
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ class EvalResult:
 
 
 EvalCallback = Callback[EvalInfo, "Batch", EvalResult]
-"""A callback of `evaluate` and `resume_evaluation`; `step` has the completions of a batch, graded and stored."""
+"""A callback of `evaluate`; `step` has the completions of a batch, graded and stored."""
 _Events = Dispatcher[EvalInfo, "Batch", EvalResult]
 
 
@@ -93,8 +83,7 @@ _Events = Dispatcher[EvalInfo, "Batch", EvalResult]
 class _Source:
     """A source of graded completions, whose `ids` are the problems of each set, by label.
 
-    `batches(done=...)` samples or reads, and grades, the completions that are not stored yet. With several ranks, all
-    of them iterate together, and each gets all completions.
+    All ranks iterate over `batches(done=...)` together, and each gets all completions that are not stored yet.
     """
 
     config: RunConfig
@@ -128,45 +117,20 @@ def evaluate(
     same arguments. Each of them returns the result; MLflow's place is known to rank 0 alone.
 
     Args:
-        model: a run (NAME or NAME@STEP), a Hugging Face folder, a hub id, or `embedded`; or a request of
-            `plan_evaluation`, which has the tasks and all options.
+        model: a run (NAME or NAME@STEP), a Hugging Face folder, a hub id, or `embedded`; or a plan, which has the tasks
+            and all options: of `plan_evaluation`, or of `plan_evaluation_resume` to continue an evaluation.
         tasks: `countdown`, names of data sets, or files; none for the evaluation sets of the run.
         name: name of the folder; None for model, tasks, n, seed and time.
         callbacks: receive the events of `callbacks.Callback`, on rank 0 alone.
         options: see `EvalOptions`.
 
-    Raises:
-        UserError: the name is taken, a setting cannot be used, or the model cannot be loaded; nothing has been written.
-        RunError: the device has not enough memory, the engine failed, or (`GraderFailedError`) every answer is a grader
-            error; graded completions are stored.
+    After a RunError, such as `GraderFailedError` if every answer is a grader error, graded completions are stored.
     """
     plan, runs_dir = model, given_path(runs_dir)
     if not isinstance(plan, EvalPlan):
         plan = plan_evaluation(plan, tasks, runs_dir=runs_dir, **options)
-    return _run(plan, runs_dir, callbacks, choose_run_name(runs_dir, name, plan.default_name()))
-
-
-def resume_evaluation(
-    name: str,
-    runs_dir: Path | str = "runs",
-    tracking: Layer | None = None,
-    callbacks: Sequence[EvalCallback] = (),
-    request: EvalPlan | None = None,
-) -> EvalResult:
-    """Continue an interrupted evaluation; one that has all its completions is scored again from them.
-
-    Args:
-        name: the evaluation's name in `runs_dir`, or its folder.
-        tracking: settings of the section `tracking` to change.
-        request: what `plan_evaluation_resume` returned; None to plan it here.
-
-    Raises:
-        UserError: there is no such evaluation, or its model or data have changed.
-        RunError: as `evaluate`.
-    """
-    folder = EvalFolder.open(given_path(runs_dir), name)
-    request = request or plan_evaluation_resume(folder, tracking)
-    return _run(request, given_path(runs_dir), callbacks, folder)
+    target = plan.folder or choose_run_name(runs_dir, name, plan.default_name())
+    return _run(plan, runs_dir, callbacks, target)
 
 
 def _run(

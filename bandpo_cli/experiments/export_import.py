@@ -1,9 +1,5 @@
-"""Exchange with other programs: missing data of runs for trackers, exports for verl and as models, imports from verl.
+"""Exchange with other programs: missing data for trackers, exports for verl and as models, imports from verl."""
 
-verl 0.9.1 logs with `utils/tracking.py`; MLflow has its names with `_at_` for @. docs/metrics.md compares the metrics.
-"""
-
-import logging
 import math
 import os
 import re
@@ -19,7 +15,7 @@ from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig, TrackingConfig, with_dtype
 from bandpo_cli.custom_code import code_from
-from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials, user_code_location
+from bandpo_cli.errors import ConfigError, RunError, UserError, log, redact_credentials, user_code_location
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import Dispatcher
 from bandpo_cli.experiments.plan import check_graders, choose_run_name, load_task
@@ -40,8 +36,6 @@ from bandpo_cli.tracking.outages import check_reachable, short_error
 from bandpo_cli.tracking.sender import RunSender, SyncResult
 from bandpo_cli.tracking.trackers import tracker_class
 from bandpo_cli.types import Problem
-
-log = logging.getLogger("bandpo_cli")
 
 NAMES = {
     "critic/score/mean": "train/reward",
@@ -92,10 +86,6 @@ def export_verl(
     Args:
         changes: lines of `verl_files.settings_for_cluster`, for README.md.
         allow_differences: export settings that verl computes differently, with verl's own; README.md lists them.
-
-    Raises:
-        ConfigError: verl cannot run the configuration, or computes something differently and that is not allowed.
-        UserError: the folder exists, or cannot be written.
     """
     import pyarrow.parquet
 
@@ -162,10 +152,6 @@ def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") ->
 
     Adapters are merged into the weights as they are for the sampler during training. Of a run that trains all weights,
     the files of the checkpoint are copied. `model` is a run (NAME or NAME@STEP), or an adapter folder of peft.
-
-    Raises:
-        UserError: there is no such run or folder, the model cannot be loaded, or `out` exists or cannot be written.
-        RunError: there is not enough memory for the model.
     """
     out = Path(out)
     if path_exists(out) or out.is_symlink():
@@ -221,10 +207,6 @@ def import_verl(
         name: name of the run folder; None for the name of the job's folder.
         uri: MLflow server or store; None for MLFLOW_TRACKING_URI, the settings of the job, or its mlflow.db.
         run_id: the MLflow run; None for the last one with the name of the job's folder.
-
-    Raises:
-        UserError: the folder is no exported job, MLflow has no such run, or the name is taken.
-        RunError: the store does not answer.
     """
     job, runs_dir = Path(job), given_path(runs_dir)
     if not path_exists(job / CONFIG_FILE):
@@ -328,10 +310,6 @@ def sync(
         trackers: empty for the trackers of each run's settings, and MLflow for a run in `names` that has none.
         uri: MLflow server or store; None for the one of each run's settings.
         callbacks: `start` has the folder of each run once per tracker; `phase("tracking")` and `step` come for each.
-
-    Raises:
-        RunError: a store could not be reached or did not accept a run.
-        UserError: there is no such run, a run folder is damaged, or a tracker cannot be used.
     """
     for name in {*trackers} - {MLFLOW}:
         tracker_class(name)
@@ -390,10 +368,7 @@ def _trackers(path: Path, named: bool, uri: str | None) -> Iterable[str | None]:
 
 
 def _send(path: Path, tracker: str | None, uri: str | None, failed_places: dict[str, str]) -> SyncReport:
-    """Send one run to one tracker; the error of a tracker is added to `failed_places`, by its place.
-
-    Nothing is sent to a place in `failed_places`: each attempt may take the timeout of the server.
-    """
+    """Send one run to one tracker, unless its place has failed before: each attempt may take the server's timeout."""
     if tracker is None:
         return SyncReport(path.name, skipped="it has no tracker; name it to send it")
     place = tracker

@@ -5,7 +5,6 @@ The estimate itself is `models.memory_estimate`. torch is imported where it is m
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from bandpo_cli.config.batch_and_sampling import engine_cards, resolve_engine
 from bandpo_cli.config.layers import read_assignments, resolve, with_values
 from bandpo_cli.config.run import RunConfig, dtype_on
-from bandpo_cli.errors import EngineMemoryError, RunError, UserError, find_out_of_memory, first_line
+from bandpo_cli.errors import EngineMemoryError, RunError, UserError, find_out_of_memory, first_line, log
 from bandpo_cli.processes.ranks import Ranks, is_gpu, local_rank_count, rank_count, ranks_from_environment
 from bandpo_cli.registries import ENGINES
 
@@ -24,13 +23,10 @@ if TYPE_CHECKING:
     from bandpo_cli.models.memory_estimate import MemoryEstimate
     from bandpo_cli.tasks.task import Task
 
-GIB = 2**30
 _FREE_GPU = "end the other processes (nvidia-smi lists them) or choose another GPU with CUDA_VISIBLE_DEVICES"
 
-_LONGEST_TEXTS = 64
-"""Prompts whose tokens are counted to find the longest: those with the most characters."""
+_LONGEST_TEXTS = 64  # prompts whose tokens are counted to find the longest: those with the most characters
 
-log = logging.getLogger("bandpo_cli")
 
 OnEstimate = Callable[[RunConfig, "MemoryEstimate"], None]
 """Receives the estimate of a run, and the settings that it is made of."""
@@ -149,7 +145,7 @@ def check_memory(
     estimated, estimate = estimates[usable.index(min(usable))]
     is_reported = estimate.device.on_gpu or estimate.chosen or not estimate.fits
     if is_reported and on_estimate is None and ranks.is_main:
-        log.log(logging.INFO if estimate.fits else logging.WARNING, "%s", line(estimated, estimate))
+        (log.info if estimate.fits else log.warning)("%s", line(estimated, estimate))
     fractions = [rank.memory_fraction for _, rank in estimates if rank.memory_fraction is not None]
     chosen = {**estimate.chosen, **({"sampling.vllm.memory_fraction": min(fractions)} if fractions else {})}
     return with_values(config, chosen) if chosen else config
@@ -176,7 +172,7 @@ def describe_memory(estimate: MemoryEstimate) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB"
+    return f"{size / 2**30:,.1f} GiB"
 
 
 def saving_advice(
@@ -245,10 +241,7 @@ def memory_savings(
 ) -> list[tuple[str, str]]:
     """Return settings with values that lower the memory, those that cost least first.
 
-    Args:
-        training: False for an evaluation, or a GPU that only samples, which have no updates.
-        engine_has_gpu: the engine process has a GPU to itself, so that the trainer's has more memory.
-        gpus: number of GPUs that the run could use in place of one.
+    `training` is False for an evaluation, or a GPU that only samples; the run could use `gpus` GPUs in place of one.
     """
     model, sampling, vllm = config.model, config.sampling, config.sampling.vllm
     savings = []

@@ -7,6 +7,7 @@ that reaches it.
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -56,11 +57,10 @@ _LIVE_ENTROPY = 0.1
 _SHORTEST_ANSWER = 256
 """Tokens that advice gives a completion at least: a worked answer to a school problem takes 100 to 300."""
 
-_FORM_MARKS = {"answer-line": "Answer:", "boxed": "\\boxed", "hashes": "####"}
-"""What the templates have in them that ask for a form of the answer."""
+ANSWER_FORMS = {"answer-line": "Answer: {}", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
+"""Final answers as the templates ask for them."""
 
-_EXCERPT = 160
-"""Characters of a completion that a warning quotes."""
+_EXCERPT = 160  # characters of a completion that a warning quotes
 
 _CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call> (or the form of its response template)'
 """The forms of a call (`sampling.conversations`)."""
@@ -105,9 +105,9 @@ class StepMonitor:
         self, config: RunConfig, records: Iterable[Record], stop_requested: Callable[[], bool] | None = None
     ) -> None:
         self._stop_requested = stop_requested
-        self._config, self._recent = config, deque(records, maxlen=config.stop.steps)
+        self._config, self._recent = config, deque(records, maxlen=max(2, config.stop.steps))
         self._without_gradient, self._warned_of_calls, self._warned_of_masks = 0, False, False
-        self._last, self._destroyed = [*self._recent], ""
+        self._destroyed = ""
         self.requested: str | None = None
         self.reason: str | None = None
 
@@ -115,9 +115,8 @@ class StepMonitor:
         """Add a step, and return the warnings about it, one line each; those that give advice come once."""
         record, sample, steps = report.record, report.sample, self._config.stop.steps
         self._recent.append(record)
-        self._last = [*self._last[-1:], record]
         warnings = []
-        if not self._destroyed and (cause := destroyed_policy(self._config, self._last)):
+        if not self._destroyed and (cause := destroyed_policy(self._config, [*self._recent][-2:])):
             self._destroyed = cause
             warnings.append(cause)
         if sample is not None and not self._warned_of_calls and _is_without_calls(self._config, record):
@@ -265,8 +264,9 @@ def _form_advice(task: DataTask) -> str:
     """Return what helps against unreadable answers: a template that asks for their form, unless the task has one."""
     grader = task.answer_grader
     entry = GRADERS.get(grader) if grader is not None else None
-    forms = (entry.templates if entry is not None else ()) or tuple(_FORM_MARKS)
-    if any(_FORM_MARKS[form] in TEMPLATES.get(task.template, task.template) for form in forms):
+    forms = (entry.templates if entry is not None else ()) or tuple(ANSWER_FORMS)
+    text = TEMPLATES.get(task.template, task.template)
+    if any(re.split("[ {]", ANSWER_FORMS[form])[0] in text for form in forms):
         return "a model that keeps to the form that the prompt asks for, or another --grader"
     return f"--template {forms[0]}, which asks for the form of the answer, or another --grader"
 

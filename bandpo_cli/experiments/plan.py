@@ -4,7 +4,6 @@ Functions here do not import torch, except for a custom method or estimator; `ch
 """
 
 import json
-import logging
 import math
 import os
 import re
@@ -20,7 +19,7 @@ from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent,
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig, check_ranks, dtype_on
 from bandpo_cli.custom_code import load_setting
-from bandpo_cli.errors import ConfigError, UserError, definition_location, plural
+from bandpo_cli.errors import ConfigError, UserError, definition_location, log, plural
 from bandpo_cli.grading.answers import unparsed_references
 from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.grading.tools import first_messages, tool_schemas
@@ -42,8 +41,6 @@ from bandpo_cli.tasks.rows import NotLoadedError
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.tracking.trackers import tracker_class
 from bandpo_cli.types import Problem
-
-log = logging.getLogger("bandpo_cli")
 
 _LARGE_LR = "optim.lr"
 _SMALL_LR = "optim.lr for adapters or a small model"
@@ -88,7 +85,7 @@ class Plan:
 
     Attributes:
         config: the settings, for config.yaml.
-        pinned: the same with the engine, the dtype and the commits that the run, or the parent of a fork, started with.
+        pinned: the same with the engine and the commits that the run, or the parent of a fork, started with.
         task: the problems, loaded; None for a resume of a run whose steps are all done.
         folder: the run folder, which a new run has yet to create.
         warnings: what the user should know before the run starts, one line each.
@@ -131,8 +128,6 @@ def plan_training(
 
     `name` is the name of the run folder; None for method, task, seed and time. `ranks` is the number of processes; None
     for those that torchrun has started, 1 without it.
-
-    Raises UserError if a setting cannot be used, the name is taken, or nothing can be written to `runs_dir`.
     """
     task_name = re.sub(r"[^A-Za-z0-9_.+=-]+", "-", config.task.title)[:60]
     default = timestamped(f"{config.bounds.slug()}-{task_name}-s{config.seed}")
@@ -168,11 +163,7 @@ def read_numbers(option: str, text: str, first: int, last: int) -> list[int]:
 
 
 def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
-    """Check settings that validation alone cannot check; return them with all options of a custom method, and the task.
-
-    The problems of the task are loaded. Raises ConfigError for custom code, a model path, an engine or a task that
-    cannot be used.
-    """
+    """Check custom code, model and engine; return the settings, with all options of a custom method, and the task."""
     if isinstance(config.bounds, CustomSettings):
         from bandpo_cli.objective.custom_methods import check_method
 
@@ -210,11 +201,7 @@ def callback_class(name: str) -> type[TrainCallback]:
 
 
 def load_task(config: RunConfig, trial: bool = True) -> Task:
-    """Return the task of a run with its problems loaded.
-
-    With `trial`, asynchronous graders are called once. Raises ConfigError if the model cannot be trained or not on this
-    task, the task has no problems, or a grader cannot be used.
-    """
+    """Return the task of a run with its problems, once model, task and graders are checked, with `trial` by calls."""
     path = config.model.path
     if path not in BUNDLED_MODELS:
         check_model_path(path)
@@ -286,10 +273,7 @@ def check_graders(
 def problems_by_grader(
     problems: Sequence[Problem], rewards: Sequence[RewardComponent] | None
 ) -> dict[str, Sequence[Problem]]:
-    """Return the problems that every grader grades by name, for `rewards` all; not those of environments and controls.
-
-    A grader that compares with a reference answer grades no problem without one.
-    """
+    """Return the problems of every grader by name, for `rewards` all; not those of environments and controls."""
     added = [reward.grader for reward in rewards or () if reward.grader and not reward.is_control]
     by_grader: dict[str, Sequence[Problem]] = {}
     for name in dict.fromkeys([*(problem.grader for problem in problems), *added]):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,28 +12,20 @@ from typing import TYPE_CHECKING, Any
 from bandpo_cli.callbacks import RunResult, TrainCallback
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, UserError, exits_as_errors, redact_credentials, warn_on_failure
+from bandpo_cli.errors import RunError, UserError, exits_as_errors, log, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import stop_reason
 from bandpo_cli.experiments.plan import Fork, Plan
 from bandpo_cli.paths import path_exists, relative_to_cwd
 from bandpo_cli.processes.ranks import is_main_process
 from bandpo_cli.results import summary_fields
-from bandpo_cli.storage.checkpoints import (
-    copy_checkpoint,
-    prune_checkpoints,
-    remove_checkpoints_after,
-    remove_tree,
-)
+from bandpo_cli.storage import checkpoints
 from bandpo_cli.storage.files import remove_temporary_files
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import PARENT, iterate_forks, keep_code, last_change
-from bandpo_cli.types import RunStatus
 
 if TYPE_CHECKING:
     from bandpo_cli.training.build import Components
-
-log = logging.getLogger("bandpo_cli")
 
 
 def load_state(plan: Plan, config: RunConfig, components: Components) -> None:
@@ -57,9 +49,9 @@ def copy_parent(fork: Fork, folder: RunFolder) -> dict[str, object]:
     checkpoint = fork.run.checkpoint_dir(step)
     try:
         folder.begin_with(fork.run, step)
-        copy_checkpoint(checkpoint, folder.checkpoint_dir(step), fork.progress, fork.keeps_batch)
+        checkpoints.copy_checkpoint(checkpoint, folder.checkpoint_dir(step), fork.progress, fork.keeps_batch)
     except (OSError, UserError) as error:
-        remove_tree(folder.path)
+        checkpoints.remove_tree(folder.path)
         damage = RunError(f"{checkpoint}: cannot be copied: {error}")
         raise (damage if path_exists(checkpoint) else _removed(checkpoint)) from error
     path = fork.run.path.absolute()
@@ -73,44 +65,35 @@ def cut_back(folder: RunFolder, config: RunConfig, step: int, env: dict[str, Any
     (folder.path / "summary.json").unlink(missing_ok=True)
     remove_temporary_files(folder.path / "plots")
     # Checkpoints first: after a kill in between, a checkpoint ahead of the record would mean that lines are missing.
-    remove_checkpoints_after(folder, step)
+    checkpoints.remove_checkpoints_after(folder, step)
     folder.roll_back(step)
-    prune_checkpoints(folder, config.checkpoint)
+    checkpoints.prune_checkpoints(folder, config.checkpoint)
     keep_code(config.model_dump_json(), folder.path)  # of callbacks that are new
     folder.write_config(to_yaml(config))
     when = datetime.now(UTC).isoformat(timespec="seconds")
     folder.record_resume({"time": when, "after_step": max(step, 0)}, env)
 
 
-def close_record(
-    config: RunConfig,
-    folder: RunFolder,
-    events: TrainCallback,
-    status: RunStatus,
-    error: BaseException | None,
-    stopped_by: str | None = None,
-) -> RunResult:
-    """Write the plots and the summary, then call `end`; return the end of the run.
+def close_record(config: RunConfig, folder: RunFolder, events: TrainCallback, result: RunResult) -> RunResult:
+    """Write the plots and the summary, then call `end`; return the end of the run with its records.
 
-    After the `error` that has ended the run, later ones are warnings. A rank other than 0 writes nothing.
+    After the error that has ended the run, later ones are warnings. A rank other than 0 writes nothing.
     """
-    records: list[dict[str, Any]] = []
-    failure: Exception | None = None
     try:
         events.phase("close")
         if is_main_process():
-            records = folder.read_metrics()
-            if status == "FINISHED":  # also of a run that ended before it could write why
-                stopped_by = stop_reason(config, records) or stopped_by
-            _write_summary(config, folder, RunResult(folder.path, status, records, error, stopped_by))
+            records, reason = folder.read_metrics(), result.stopped_by
+            if result.status == "FINISHED":  # also of a run that ended before it could write why
+                reason = stop_reason(config, records) or reason
+            result = replace(result, records=records, stopped_by=reason)
+            _write_summary(config, folder, result)
     except Exception as raised:  # such as a full disk
-        if error is None:
-            status, failure = "FAILED", raised
+        if result.error is None:
+            result = replace(result, status="FAILED", error=raised)
             raise
         with warn_on_failure("the summary cannot be written"):
             raise
     finally:
-        result = RunResult(folder.path, status, records, error or failure, stopped_by)
         unreported = warn_on_failure("the end of the run was not reported")
         with nullcontext() if result.error is None else unreported, exits_as_errors():
             events.end(result)

@@ -2,8 +2,8 @@
 
 A resumed run continues in its folder. The folder of a fork begins with the record of its parent up to the checkpoint,
 so that plots, reports and trackers have complete curves. `sampling.engine: auto` depends on the machine, and a model or
-data set on the hub can change: a resumed run and a fork have the engine, the dtype and the commits that the run or the
-parent started with. Nothing heavy is imported here.
+data set on the hub can change: a resumed run and a fork have the engine and the commits that the run or the parent
+started with. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import Any, get_args
+from typing import Any
 
 from bandpo_cli.config.batch_and_sampling import is_installed
 from bandpo_cli.config.layers import (
@@ -28,7 +28,7 @@ from bandpo_cli.config.layers import (
     setting_text,
     with_values,
 )
-from bandpo_cli.config.run import WITHOUT_EFFECT, Dtype, RunConfig, check_ranks
+from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig, check_ranks
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import code_from
 from bandpo_cli.errors import ConfigError, UserError, plural
@@ -64,8 +64,7 @@ _OF_THE_PROBLEMS = ("model.", "task.", "sampling.", "evaluation.")
 _OF_THE_BATCH = ("seed", "model.", "task.", "sampling.", "grading.", "reward.", "optim.updates")
 """Settings and sections that the batches depend on which the parent has sampled ahead, and their number of updates."""
 
-RESOLVED = "resolved"
-"""The entry of env.json with what settings such as `auto` resolved to."""
+RESOLVED = "resolved"  # the entry of env.json with what settings such as `auto` resolved to
 
 _RESTORE = "restore the file from a copy, or start a new run"
 
@@ -111,7 +110,7 @@ def plan_fork(
     name: str | None = None,
     ranks: int | None = None,
 ) -> Plan:
-    """Plan a fork; `ranks` is as for `plan_training`. Raises UserError as `run.fork`."""
+    """Plan a fork; `ranks` is as for `plan_training`."""
     runs_dir = given_path(runs_dir)
     point = fork_point(run, runs_dir)
     config = resolve([*point.layers, *as_layers(settings)])
@@ -148,7 +147,7 @@ def plan_fork(
 
 
 def fork_point(text: str, runs_dir: Path) -> ForkPoint:
-    """Return the checkpoint that RUN or RUN@STEP means, the last complete one. Raises UserError as `run.fork`."""
+    """Return the checkpoint that RUN or RUN@STEP means, the last complete one."""
     match = find_run(text, runs_dir)
     if match is None:
         raise not_found("run", text.rpartition("@")[0] or text, runs_dir, RunFolder.marker)
@@ -191,7 +190,7 @@ def locked_resume(
 
 
 def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Path("runs")) -> Plan:
-    """Return how the run in `folder` continues with changed settings, `layers`. Raises UserError as `run.resume`."""
+    """Return how the run in `folder` continues with changed settings, `layers`."""
     name, path, command = folder.name, folder.path, shell_command("train --resume", folder.path, runs_dir)
     config_path = path / "config.yaml"
     again, parent = f"start a new run: bandpo train --config {config_path}", read_parent(path)
@@ -259,7 +258,7 @@ def _describe(folder: RunFolder, config: RunConfig, done: int, step: int) -> str
 
 
 def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
-    """Return the settings with the engine, dtype and commits that the run in `folder` started with, and warnings.
+    """Return the settings with the engine and the commits that the run in `folder` started with, and warnings.
 
     Entries of env.json that no run writes are ignored; a damaged file gives a warning. Raises ConfigError if the engine
     that `auto` resolved to is not installed.
@@ -268,7 +267,7 @@ def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
     try:
         stored = read_json_object(path).get(RESOLVED) if path_exists(path) else None
     except UserError as error:
-        return config, [f"{error}; engine, dtype and commits of the run are not known and are chosen anew"]
+        return config, [f"{error}; engine and commits of the run are not known and are chosen anew"]
     if not isinstance(stored, dict):
         return config, []
     task, engine, commit, data = config.task, stored.get("engine"), stored.get("model"), stored.get("data")
@@ -278,8 +277,6 @@ def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
         if not is_installed(entry.package):
             raise ConfigError(f"run {folder.name} samples with {engine}, not installed here: {entry.install}")
         changes["sampling.engine"] = engine
-    if config.model.dtype == "auto" and stored.get("dtype") in get_args(Dtype):
-        changes["model.dtype"] = stored["dtype"]
     if is_commit(commit):
         changes["model.revision"] = commit
     if isinstance(task, DataTask) and isinstance(data, dict):

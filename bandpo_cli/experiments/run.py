@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from bandpo_cli.config.batch_and_sampling import resolve_engine, use_expandable_
 from bandpo_cli.config.layers import CHOSEN_AT_START, Settings, as_layers, copy_values, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.errors import GraderFailedError, RunError, closed_at_end, exits_as_errors, user_code
+from bandpo_cli.errors import GraderFailedError, RunError, closed_at_end, exits_as_errors, log, user_code
 from bandpo_cli.experiments.memory_check import OnEstimate, check_memory, out_of_memory_errors
 from bandpo_cli.experiments.monitor import Dispatcher, StepMonitor
 from bandpo_cli.experiments.plan import Plan, callback_class, new_run_layers, plan_training
@@ -29,14 +29,7 @@ from bandpo_cli.experiments.record import close_record, copy_parent, cut_back, l
 from bandpo_cli.experiments.resume_and_fork import CHANGEABLE_SETTINGS, RESOLVED, locked_resume, plan_fork
 from bandpo_cli.grading.pool import failure_warnings
 from bandpo_cli.paths import cached_commit, given_path
-from bandpo_cli.processes.ranks import (
-    Ranks,
-    check_same_on_all,
-    connected_ranks,
-    is_gpu,
-    is_main_process,
-    lost_rank_errors,
-)
+from bandpo_cli.processes.ranks import Ranks, connected_ranks, is_gpu, is_main_process, lost_rank_errors
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RunFolder
 from bandpo_cli.storage.run_record import describe_environment, keep_code
@@ -50,8 +43,6 @@ if TYPE_CHECKING:
 
 TrainEvents = Dispatcher[RunInfo, StepReport, RunResult]
 Stop = Callable[[], bool] | None
-
-log = logging.getLogger("bandpo_cli")
 
 
 def train(
@@ -83,9 +74,6 @@ def resume(
 
     Steps after the checkpoint are removed once the model and its state are loaded, not before. `settings` changes some
     of `CHANGEABLE_SETTINGS`; `{"steps": n}` trains further. The rest is as for `train`.
-
-    Raises UserError if the run is complete or imported from verl, its record is damaged, or a setting was given that
-    cannot change.
     """
     with locked_resume(run, runs_dir, settings) as plan:
         return run_plan(plan, callbacks, stop_requested)
@@ -103,8 +91,6 @@ def fork(
 
     `run` is RUN or RUN@STEP. RUN is a name in `runs_dir` or a folder, and means its last complete checkpoint.
     `settings` changes the settings of RUN. The rest is as for `train`.
-
-    Raises UserError if there is no such checkpoint, or a setting cannot be used or cannot be changed.
     """
     return run_plan(plan_fork(run, settings, runs_dir, name), callbacks, stop_requested)
 
@@ -120,22 +106,14 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
             the run ends with status KILLED.
 
     Returns the folder, the status (FINISHED or KILLED) and the lines of metrics.jsonl, the same on every rank. A run
-    that a criterion of `stop` or a callback has ended is FINISHED.
-
-    Raises:
-        UserError: a setting cannot be used, the model or the checkpoint cannot be loaded, or the run needs more memory
-            than its GPU has; nothing has been written.
-        RunError: the device has not enough memory, the disk is full, an update is not finite, or (`GraderFailedError`)
-            every answer of a step or an evaluation is a grader error. The record is closed and `end` has been called
-            with status FAILED.
-        LostRankError: the process of another rank has ended; a RunError.
+    that a criterion of `stop` or a callback has ended is FINISHED. After a RunError the record is closed, and `end` has
+    been called with status FAILED: the memory or the disk is full, an update is not finite, every answer of a step is a
+    grader error (`GraderFailedError`), or the process of another rank has ended (`LostRankError`).
     """
     with ExitStack() as stack:
         events, config, components = start_run(plan, callbacks, stack)
         folder, first = open_folder(plan, config, components, stack), plan.first_step
-        status: RunStatus = "FINISHED"
-        stopped_by: str | None = None
-        error: BaseException | None = None
+        result = RunResult(folder.path, "FINISHED", [])
         try:
             with exits_as_errors():
                 # A rank other than 0 has no contents of env.json.
@@ -144,14 +122,12 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
                 about = config.steps, first, notes, config.tracking.parent
                 events.start(RunInfo(folder.path, config.model_dump(mode="json"), json.loads(env), *about))
                 if components is not None:
-                    status, stopped_by = train_steps(
-                        config, folder, components, events, first, stop_requested
-                    )
-        except BaseException as raised:
-            error, status = raised, status_of(raised)
+                    result = train_steps(config, folder, components, events, first, stop_requested)
+        except BaseException as error:
+            result = replace(result, status=status_of(error), error=error)
             raise
         finally:
-            result = close_record(config, folder, events, status, error, stopped_by)
+            result = close_record(config, folder, events, result)
         return result if components is None else components.ranks.gather(result)[0]
 
 
@@ -160,10 +136,9 @@ def start_run(
 ) -> tuple[TrainEvents, RunConfig, Components | None]:
     """Do all that the run of a plan does before its folder is written; a dry run calls this and ends.
 
-    `on_estimate` is as for `check_memory`; `stack` closes the components, which have the state of the checkpoint that
-    the run continues. Returns the dispatcher of trackers, `callbacks` and custom ones (on other ranks those for every
-    rank), the settings for config.yaml, and the components; None instead of them if all steps are done, so that the
-    summary and the plots are left.
+    Returns the dispatcher of trackers, `callbacks` and custom ones (on other ranks those for every rank), the settings
+    for config.yaml, and the components, with the state of the checkpoint that the run continues, until `stack` closes
+    them; None instead of them if all steps are done. `on_estimate` is as for `check_memory`.
     """
     config, is_main = plan.config, is_main_process()
     given = callbacks if isinstance(callbacks, Sequence) else [callbacks]
@@ -181,7 +156,7 @@ def start_run(
     loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable, on_estimate)
     config = copy_values(config, loaded, CHOSEN_AT_START)
     if components.ranks.size > 1:
-        check_same_on_all(components.ranks, repr(config), str(plan.step))
+        components.ranks.check_same(repr(config), str(plan.step))
     if plan.step >= 0:  # a new run has the initial weights
         load_state(plan, config, components)
     return events, config, components
@@ -197,8 +172,7 @@ def load_components(
 ) -> tuple[RunConfig, Components]:
     """Load model, sampler, grader and optimizer on all ranks; `stack` closes them and warns of grader errors.
 
-    `changeable` and `on_estimate` are as for `check_memory`. Returns the settings that the components have on this
-    machine.
+    Returns the settings that they have on this machine, too. The last arguments are as for `check_memory`.
     """
     config, ranks = start_process(config, task, events, stack, True, changeable, on_estimate)
     with out_of_memory_errors(config):
@@ -221,8 +195,8 @@ def start_process(
 ) -> tuple[RunConfig, Ranks]:
     """Begin the phase `load`: choose kernels, connect the ranks until `stack` closes, and check the memory.
 
-    The last three arguments are as for `check_memory`. Returns the settings with what they are on this machine, such
-    as the dtype that `auto` is (`CHOSEN_AT_START`).
+    Returns the settings with the values of `CHOSEN_AT_START` on this machine, too. The last arguments are as for
+    `check_memory`.
     """
     events.phase("load")
     use_expandable_segments(config.sampling.max_lag > 0 and config.sampling.engine_process)
@@ -252,15 +226,10 @@ def _warn_of_grader_errors(
 
 
 def open_folder(plan: Plan, config: RunConfig, components: Components | None, stack: ExitStack) -> RunFolder:
-    """Open the folder of a plan for writing, once all that the run needs has been loaded.
+    """Create the folder of a new run, or cut that of a resume back to its checkpoint, once the components are loaded.
 
-    The folder of a new run is created, with the record and the checkpoint of the parent of a fork. With config.yaml,
-    which is written last, the folder is a run. A folder of a resume is cut back to the step of its checkpoint. Rank 0
-    holds the lock of a new folder, until `stack` closes; the caller holds the lock of a resume.
-
-    Args:
-        config: the settings for config.yaml.
-        components: None for a resume of a run whose steps are all done.
+    The folder of a fork gets the record and the checkpoint of the parent. With config.yaml, which is written last, the
+    folder is a run. Rank 0 holds the lock of a new folder until `stack` closes; the caller holds the lock of a resume.
     """
     folder = plan.folder
     if components is None:
@@ -282,11 +251,7 @@ def open_folder(plan: Plan, config: RunConfig, components: Components | None, st
 
 
 def run_environment(config: RunConfig, components: Components) -> dict[str, Any]:
-    """Return the content of env.json. Its entry `resolved` has what settings such as `auto` resolved to.
-
-    `model` there is the commit of a model on the hub, None for a folder; `data` has the known commits of the data sets
-    on the hub by id.
-    """
+    """Return the content of env.json; its entry `RESOLVED` has engine, dtype, and the known commits on the hub."""
     policy, task, data = components.policy, config.task, {}
     if isinstance(task, DataTask):
         commits = {name: cached_commit(name, "dataset", task.revisions.get(name)) for name in hub_ids(task)}
@@ -299,11 +264,8 @@ def run_environment(config: RunConfig, components: Components) -> dict[str, Any]
 
 def train_steps(
     config: RunConfig, folder: RunFolder, components: Components, events: TrainEvents, first: int, stop: Stop
-) -> tuple[RunStatus, str | None]:
-    """Train from step `first` to the last one, or until a criterion, a callback or a request ends the run.
-
-    Returns the status, and the criterion or the reason of the callback.
-    """
+) -> RunResult:
+    """Train from step `first` to the last one, or until a criterion, a callback or a request ends the run."""
     # Imported before MLflow's thread starts: two threads that import delay each other.
     from bandpo_cli.training import loop
 
@@ -328,7 +290,8 @@ def train_steps(
     reason = next(filter(None, reasons), None)
     if reason is not None and is_main:
         log.warning("the run ends after step %d of %d: %s", last, config.steps, reason)
-    return ("KILLED" if last < config.steps and reason is None else "FINISHED"), reason
+    status: RunStatus = "KILLED" if last < config.steps and reason is None else "FINISHED"
+    return RunResult(folder.path, status, [], stopped_by=reason)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.memory_check import OnEstimate, out_of_memory_errors
-from bandpo_cli.experiments.monitor import Dispatcher
+from bandpo_cli.experiments.monitor import ANSWER_FORMS, Dispatcher
 from bandpo_cli.experiments.plan import Plan, problems_by_grader
 from bandpo_cli.experiments.run import TrainEvents, load_components, start_run
 from bandpo_cli.grading.pool import DUMMY_TEXT, IMPORT_ADVICE, GraderPool, problem_error
@@ -30,32 +30,19 @@ if TYPE_CHECKING:
     from bandpo_cli.sampling.rollouts import Prompts
     from bandpo_cli.training.build import Components
 
-_ANSWER_FORMS = {"answer-line": "Answer: {}", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
-"""Final answers as the templates ask for them."""
-
-PROBLEMS = 32
-"""Problems that a probe samples."""
-
-PART = 4
-"""Problems of a probe after which it reports the time that the others take."""
+PROBLEMS = 32  # problems that a probe samples
+PART = 4  # problems of a probe after which it reports the time that the others take
 
 TRIAL_TOKENS = 8192
 """Completion tokens of the trial step, if one group per update has no more: the updates of larger models take a minute
 on a CPU, and those of small models long enough to be timed."""
 
 
-@dataclass(frozen=True)
-class GraderTrial:
-    """The grade of a dummy completion for `problem`, and reasons to expect wrong grades, one line each."""
+def try_graders(config: RunConfig, task: Task) -> Iterator[tuple[Problem, str, Grade, list[str]]]:
+    """Yield a problem of every grader, a dummy completion, its grade, and reasons to expect wrong grades.
 
-    problem: Problem
-    completion: str
-    grade: Grade
-    warnings: tuple[str, ...]
-
-
-def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
-    """Yield a trial of every grader of the training problems; raise ConfigError if it fails. Imports no torch."""
+    Raise ConfigError if a grader fails. Imports no torch.
+    """
     with GraderPool(config.grading) as pool:
         for name, problems in problems_by_grader(task.train_problems(), config.task.rewards).items():
             errors = [problem_error(name, problem) for problem in problems] if name in GRADERS else [None]
@@ -74,7 +61,7 @@ def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
             if name in GRADERS and grade == MALFORMED:
                 form = "an answer in the form that task.template asks for"
                 warnings.append(f"grader '{name}' does not read {form}")
-            yield GraderTrial(problem, completion, grade, tuple(warnings))
+            yield problem, completion, grade, warnings
 
 
 class _NotLoadedError(Exception):
@@ -127,9 +114,9 @@ def _dummy_completion(config: RunConfig, problem: Problem) -> str:
     if problem.grader == "reasoning-gym":
         return f"<answer>{problem.answer}</answer>"
     template = config.task.template if isinstance(config.task, DataTask) else ""
-    if template not in _ANSWER_FORMS and problem.grader in GRADERS:
+    if template not in ANSWER_FORMS and problem.grader in GRADERS:
         template = next(iter(GRADERS[problem.grader].templates), "answer-line")
-    return _ANSWER_FORMS.get(template, "{}").format(problem.answer)
+    return ANSWER_FORMS.get(template, "{}").format(problem.answer)
 
 
 @dataclass(frozen=True)

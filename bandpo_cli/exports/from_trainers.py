@@ -26,7 +26,8 @@ from bandpo_cli.registries import DATA_TASK, DATASETS, TRACKERS
 from bandpo_cli.settings_validation import trainer_keys
 
 Places = Sequence[Mapping[str, Any]]
-UNSET: tuple[Any, ...] = (None, False, "", "none", [], {})
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+UNSET: tuple[Any, ...] = (*EMPTY, False, "none")  # 0, which equals False, too
 
 
 class Translation:
@@ -39,10 +40,7 @@ class Translation:
     """
 
     def __init__(self, trainer: str, given: Mapping[str, Any]) -> None:
-        """Translate keys as `read_trainer_file` returns them; for trl they may have `num_processes`, the ranks.
-
-        Raises ConfigError for a run without an equivalent here.
-        """
+        """Translate keys as `read_trainer_file` returns them; for trl they may have `num_processes`, the ranks."""
         self.trainer, self.title, self.given, self.updates = trainer, trainer.replace("trl", "TRL"), given, 1
         self.rows, self._losses = trainer_keys(trainer), trainer_keys(f"{trainer}_losses")
         self.settings: dict[str, tuple[Any, str]] = {}
@@ -223,7 +221,7 @@ def read_trainer_file(path: Path) -> dict[str, Any]:
         if isinstance(value, str) and "${" in value:
             reference = re.fullmatch(r"\$\{([\w.]+)\}", value)
             flat[key] = flat.get(reference[1]) if reference else None
-    return {key: value for key, value in flat.items() if value not in UNSET or value is False}
+    return {key: value for key, value in flat.items() if value not in EMPTY}
 
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
@@ -354,7 +352,7 @@ def _verl(t: Translation) -> None:
     t.put_batch(prompts, passes, steps, [*keys.split(), "trainer.total_epochs"])
     t.put_loss(t[f"{ACTOR}.policy_loss.loss_mode"], f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.")
     key = f"{ACTOR}.optim.lr_warmup_steps"
-    first = t[key] if t[key] >= 0 else int(t[f"{key}_ratio"] * t.settings["steps"][0])
+    first = t[key] if t[key] > 0 else int(t[f"{key}_ratio"] * t.settings["steps"][0])
     updates = t.settings["optim.updates"][0]
     t.put("optim.warmup_steps", first * updates, key, f"{key}_ratio", note=_WARMUP if first else "")
     _verl_importance(t)

@@ -8,7 +8,6 @@ module for it, which needs neither torch nor transformers.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import shlex
@@ -29,7 +28,7 @@ from bandpo_cli import __version__
 from bandpo_cli.config.layers import Layer, flatten, nest, read_layer, resolve, setting_changes, setting_text
 from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.custom_code import add_code_folder
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.errors import ConfigError, log
 from bandpo_cli.exports.verl_settings import RULES, InFolder, Overrides, tokens_per_micro_batch
 from bandpo_cli.grading.pool import GraderPool, grade_components
 from bandpo_cli.paths import given_path
@@ -39,7 +38,6 @@ from bandpo_cli.types import Grade, Message, Problem, joined_text, messages_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
-log = logging.getLogger("bandpo_cli")
 
 VERL_VERSION = "0.9.1"
 """The version whose settings, defaults and losses the export is written for."""
@@ -66,13 +64,8 @@ MACHINE = {
 def settings_for_cluster(
     run: str, layers: Sequence[Layer] = (), runs_dir: Path | str = "runs"
 ) -> tuple[RunConfig, list[str]]:
-    """Return the settings of a run for a job on GPUs, and a line for each of `MACHINE` that changed.
-
-    Args:
-        layers: further settings, which win.
-
-    Raises:
-        UserError: there is no such run.
+    """Return the settings of a run, which `layers` override, for a job on GPUs, and a line for each of `MACHINE` that
+    changed.
     """
     from bandpo_cli.storage.run_folder import RunFolder
 

@@ -7,9 +7,11 @@ of this package are equal to; tests/integrations compares each pair. The interfa
 """
 
 import math
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -142,19 +144,12 @@ def _derived(config: RunConfig) -> dict[str, Overrides]:
         "model.path": {f"{MODEL}.path": InFolder("model") if model.path in BUNDLED_MODELS else path},
         "model.dtype": _dtype(config),
         "model.attention": _attention(config),
-        "model.gradient_checkpointing": {
-            f"{MODEL}.enable_gradient_checkpointing": bool(model.gradient_checkpointing)
-        },
         "model.chat_template_kwargs": {
             f"+data.apply_chat_template_kwargs.{key}": value
             for key, value in (model.chat_template_kwargs or {}).items()
         },
         "model.trust_remote_code": {"data.trust_remote_code": model.trust_remote_code},
         "model.lora": _lora(config),
-        "sampling.vllm.sleep": {f"{ROLLOUT}.free_cache_engine": bool(sampling.vllm.sleep)},
-        "sampling.vllm.memory_fraction": {
-            f"{ROLLOUT}.gpu_memory_utilization": sampling.vllm.memory_fraction or 0.5
-        },
         "reward.overlong_buffer": _overlong(config),
         "bounds": _policy_loss(config),
         "objective.advantages": {"algorithm.adv_estimator": ESTIMATORS.get(objective.advantages, "grpo")},
@@ -165,18 +160,12 @@ def _derived(config: RunConfig) -> dict[str, Overrides]:
         "objective.old_logprobs": {f"{CORRECTION}.bypass_mode": objective.old_logprobs == "sampler"},
         "objective.importance": _importance(config),
         "optim.eps": {f"{ACTOR}.optim.override_optimizer_config": {"eps": optim.eps}},
-        "optim.max_grad_norm": {
-            f"{ACTOR}.optim.clip_grad": math.inf if optim.max_grad_norm is None else optim.max_grad_norm
-        },
         "optim.warmup_steps": {
             f"{ACTOR}.optim.lr_warmup_steps": math.ceil(optim.warmup_steps / optim.updates) or -1
         },
         "optim.updates": {f"{ACTOR}.ppo_mini_batch_size": sampling.prompts // optim.updates},
         "optim.micro_batch_tokens": {f"{ACTOR}.ppo_max_token_len_per_gpu": tokens_per_micro_batch(config)},
-        "evaluation.every": {
-            "trainer.test_freq": evaluation.every or -1,
-            "trainer.val_before_train": evaluation.every > 0,
-        },
+        "evaluation.every": {"trainer.val_before_train": evaluation.every > 0},
         "evaluation.temperature": {f"{ROLLOUT}.val_kwargs.do_sample": evaluation.temperature > 0},
         "checkpoint.every": {"trainer.save_freq": config.checkpoint.every or config.steps},
         "tracking.trackers": {
@@ -228,10 +217,12 @@ ESTIMATORS = {"group": "grpo", "rloo": "rloo"}
 
 
 class Rule(NamedTuple):
-    """How verl takes over a setting: its setting with the same value, and what else there is to know, for README.md."""
+    """How verl takes over a setting, as the head of verl_settings.yaml says."""
 
     to: str = ""
     reason: str = ""
+    values: Mapping[Any, Any] = MappingProxyType({})
+    differs: str | Literal[True] = ""
 
 
 FIXED, _rules = yaml.safe_load_all(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
@@ -244,7 +235,7 @@ def overrides_of(config: RunConfig) -> Overrides:
     overrides, derived = dict(FIXED), _derived(config)
     for key, rule in RULES.items():
         if rule.to:
-            overrides[rule.to] = _value(config, key)
+            overrides[rule.to] = rule.values.get(value := _value(config, key), value)
         overrides |= derived.get(key, {})
     return overrides
 
@@ -269,15 +260,13 @@ def differences_of(config: RunConfig) -> list[str]:
     no_loss = f"verl has no such policy loss (it has {', '.join(LOSSES)})"
     controls = any(reward.is_control for reward in config.task.rewards or ())
     scheduled = method in LOSSES and config.bounds.scheduled(1, config.steps)
-    warmup = "verl raises the learning rate once per step, from 0 in the first; optim.warmup_steps=0 is equal in both"
     checks: list[tuple[str, object, str]] = [
-        ("model.revision", model.revision, "verl loads the latest revision"),
+        *((key, _value(config, key), rule.reason if rule.differs is True else rule.differs)
+          for key, rule in RULES.items() if rule.differs),
         ("model.lora.alpha", not alpha.is_integer(), "verl has whole numbers only"),
         ("model.device", not model.device.startswith(("auto", "cuda")), "the exported job runs on GPUs"),
         ("sampling.engine", sampling.engine not in ("auto", "vllm"), "the exported job samples with vLLM"),
-        ("sampling.stop", sampling.stop, "verl has no stop strings: completions continue to their end token"),
         ("sampling.dynamic_batches", sampling.dynamic, "verl samples until it has all groups, without a limit"),
-        ("sampling.max_lag", sampling.max_lag, "verl samples each batch with the weights of its step"),
         ("task.tools", config.task.tools, "verl runs tools in its agent loops, which have settings of their own"),
         ("task.rewards", controls, "the graders random and format are controls of bandpo train"),
         ("task.environment", config.task.environment, "verl has interactions with an interface of its own"),
@@ -295,16 +284,7 @@ def differences_of(config: RunConfig) -> list[str]:
          "verl does not weight the penalty by the importance correction"),
         ("objective.reference_kl_estimator", objective.reference_kl_estimator == "unbiased",
          "verl's penalty is k3 alone"),
-        ("objective.drift_penalty", objective.drift_penalty, "verl has no such penalty"),
-        ("objective.off_policy_mask", objective.off_policy_mask, "verl has no such mask"),
-        ("sampling.vllm.float32_head", config.sampling.vllm.float32_head,
-         "add actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.head_dtype=float32"),
-        ("objective.entropy_target", objective.entropy_target, "the coefficient of verl's bonus is constant"),
-        ("objective.top_entropy", objective.top_entropy, "verl trains all tokens"),
-        ("objective.mask_truncated", objective.mask_truncated, "verl trains on completions without an end token"),
         ("objective.importance", importance, importance),
-        ("deterministic", config.deterministic, "the export does not set up deterministic kernels"),
-        ("optim.warmup_steps", optim.warmup_steps, warmup),
         ("optim.schedule", optim.schedule not in LR_SCHEDULES, f"verl has {' and '.join(LR_SCHEDULES)} only"),
         ("optim.schedule", optim.schedule == "cosine" and optim.updates > 1,
          "verl changes the learning rate once per step, not with every update"),

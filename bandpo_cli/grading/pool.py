@@ -3,7 +3,6 @@
 Bounded work is done in this process, unbounded work in worker processes that a deadline ends.
 """
 
-import logging
 import re
 import threading
 import weakref
@@ -16,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 from bandpo_cli.config.batch_and_sampling import GradingConfig, RewardComponent, needs_answer
-from bandpo_cli.errors import ConfigError, GraderFailedError, RunError, one_line, plural
+from bandpo_cli.errors import ConfigError, GraderFailedError, RunError, log, one_line, plural
 from bandpo_cli.grading.signatures import answer_of
 from bandpo_cli.grading.workers import Failure, GraderArguments, GraderWorkers
 from bandpo_cli.processes.ranks import SINGLE, Ranks
@@ -41,8 +40,6 @@ DUMMY_TEXT = "This is a dummy completion."
 
 MAX_FAILED_BATCHES = 10
 """Batches in a row in which every call of an asynchronous function may fail before the run ends."""
-
-log = logging.getLogger("bandpo_cli")
 
 
 @dataclass

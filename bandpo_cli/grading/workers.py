@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
 import select
@@ -32,7 +31,7 @@ from dataclasses import replace
 from io import RawIOBase
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from bandpo_cli.errors import ConfigError, RunError, escape_controls
+from bandpo_cli.errors import ConfigError, RunError, escape_controls, log
 from bandpo_cli.grading.calls_and_retries import Loader
 from bandpo_cli.processes.ranks import local_rank_count, rank_count
 from bandpo_cli.processes.watch import ChildProcess, Wait, progress, python_command
@@ -61,7 +60,6 @@ MAX_PRINTED_BYTES = 1 << 16
 
 _JOBS_PER_WORKER = 4
 _CHUNK_BYTES = 1 << 16
-log = logging.getLogger("bandpo_cli")
 
 GraderArguments = Sequence[Any]
 """The arguments of a grader function; values that JSON has no form for are sent as text."""

@@ -13,16 +13,10 @@ from bandpo_cli.integrations import band_losses
 
 
 def register(*, divergence: str = "kl", delta: float = 0.05, max_ratio: float | None = 10.0) -> None:
-    """Register the policy loss `band` with these settings; call it before `validate_cfg`.
+    """Register the policy loss `band` with these settings of the Band; call it before `validate_cfg`.
 
-    SkyRL sends the registered function to its workers, where bandpo_cli must be installed.
-
-    Args:
-        divergence, delta, max_ratio: the settings of the Band, as in `bandpo_cli.bounds.band_bounds`.
-
-    Raises:
-        ConfigError: a setting is invalid.
-        ValueError: SkyRL has a policy loss `band` already.
+    SkyRL sends the registered function to its workers, where bandpo_cli must be installed. Raises ConfigError if a
+    setting is invalid, and ValueError if SkyRL has a policy loss `band` already.
     """
     band_bounds([-1.0], divergence, delta, max_ratio)  # reports an invalid setting now, not in a worker
     PolicyLossRegistry.register(
@@ -45,20 +39,11 @@ def band_loss(
     """Return the sum of the clipped losses over the mask, and SkyRL's metrics.
 
     SkyRL scales the advantages by its `loss_reduction` before it calls a policy loss; their sign is what the bounds
-    need.
+    need. The log-probs [B, T] are in nats; `loss_mask` [B, T] is 1 for sampled tokens, None for all. `rollout_logprobs`
+    are those of the sampling engine, for the `off_policy_correction` of `config`.
 
-    Args:
-        log_probs: [B, T], log π(token), nats, with gradient.
-        old_log_probs: [B, T], log π_old(token), nats.
-        advantages: [B, T], scaled.
-        config: SkyRL's settings, of which `off_policy_correction` applies here.
-        loss_mask: [B, T], 1 for sampled tokens; None for all.
-        rollout_logprobs: [B, T], log-probs of the sampling engine, for the off-policy correction.
-        divergence, delta, max_ratio: the settings of the Band, as in `bandpo_cli.bounds.band_bounds`.
-
-    Returns:
-        The scalar loss, and the metrics `clip_ratio` (tokens whose gradient the bounds remove), its two parts
-        `clip_ratio_upper` and `clip_ratio_lower`, and those of the off-policy correction.
+    The metrics are `clip_ratio` (tokens whose gradient the bounds remove), its two parts `clip_ratio_upper` and
+    `clip_ratio_lower`, and those of the off-policy correction.
     """
     losses, clipped = band_losses(log_probs, old_log_probs, advantages, divergence, delta, max_ratio)
     shares = {"": clipped.active, "_upper": clipped.at_upper, "_lower": clipped.at_lower}

@@ -178,6 +178,13 @@ class Ranks:
         """Run `action` on rank 0 and return its result on every rank; raise its error on every rank."""
         return cast("T", self.agree(action if self.is_main else lambda: None)[0])
 
+    def check_same(self, *values: str) -> None:
+        """Raise UserError on all ranks where these texts are not the same on each of them."""
+        if len({*self.gather(values)}) > 1:
+            raise UserError(
+                "the ranks have different settings; start them with one command line and equal files"
+            )
+
     def wait(self) -> None:
         """Wait until every rank has called this."""
         self.gather(None)
@@ -296,9 +303,3 @@ def lost_rank_errors() -> Iterator[None]:
         if isinstance(error, kinds) or _GLOO_ERROR in str(error):
             raise LostRankError("lost the connection to another rank, whose process has ended") from error
         raise
-
-
-def check_same_on_all(ranks: Ranks, *values: str) -> None:
-    """Raise UserError on all ranks where these texts are not the same on each of them."""
-    if len({*ranks.gather(values)}) > 1:
-        raise UserError("the ranks have different settings; start them with one command line and equal files")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import json
-import logging
 import math
 import os
 import signal
@@ -27,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
-from bandpo_cli.errors import describe_exit, one_line, redact_credentials
+from bandpo_cli.errors import describe_exit, log, one_line, redact_credentials
 
 FOLDER_VARIABLE = "BANDPO_STACKS"  # the folder, whose name is bandpo-<id of the leader>-<random>
 LOOK_S = 1.0  # longest time between two looks at the waits and the files
@@ -40,7 +39,6 @@ PARENT_INTERVAL_S = 0.1  # between two looks at the parent
 KILLED_S = 5.0  # that a process has to end after SIGKILL
 OUTPUT_BYTES = 1 << 14  # at the end of an output in which its last line is looked for
 
-log = logging.getLogger("bandpo_cli")
 
 stall_after = 600.0
 """`tracking.stall_after` of this process: seconds without progress after which a wait is reported; 0 for never."""

@@ -23,14 +23,6 @@ from numpy.typing import NDArray
 from bandpo_cli.metric_names import Axis
 from bandpo_cli.reports import plot_style as style
 from bandpo_cli.reports.compare_variants import Limits, Report, interval_band
-from bandpo_cli.reports.plot_style import (
-    HEADER,
-    HEIGHT,
-    LineStyles,
-    escape_mathtext,
-    side_legend,
-    variant_styles,
-)
 from bandpo_cli.reports.run_plots import smooth
 from bandpo_cli.reports.run_tables import RUN, RunTables, Score, at_axis, common_n, percent_text, scores_of
 from bandpo_cli.reports.run_variants import format_setting
@@ -60,11 +52,11 @@ def plot_all(tables: RunTables, report: Report, out: Path) -> dict[str, Path]:
 
     Line styles are assigned in the order of the runs.
     """
-    subtitle, sets = escape_mathtext(report.title), report.sets
+    subtitle, sets = style.escape_mathtext(report.title), report.sets
     order = [variant.name for variant in report.variants]
     names = [name for name in order if name in order[:MAX_VARIANTS_PLOTTED] or name == report.baseline]
     every = tables.runs.index.unique("variant")
-    styles = variant_styles([name for name in every if name in names], report.baseline)
+    styles = style.variant_styles([name for name in every if name in names], report.baseline)
     scores = scores_of(tables)
     amounts = None if tables.level is None else tables.steps["amount"]
     curves = {score: common_curves(tables.steps[score], names, amounts) for score in scores}
@@ -93,7 +85,7 @@ def plot_all(tables: RunTables, report: Report, out: Path) -> dict[str, Path]:
     figures["accuracy_fit"] = _plot_fits(report.fits, styles, subtitle, tables.axis.label, y_label)
     if (tuning := report.tuning) is not None:
         score = scores[0] if tuning.metric == "area" else tuning.metric
-        title, sweep = f"Tuning: held-out {score} against learning rate", escape_mathtext(tuning.sweep)
+        title, sweep = f"Tuning: held-out {score} against learning rate", style.escape_mathtext(tuning.sweep)
         label = f"{'area under ' if tuning.metric == 'area' else ''}held-out {score}"
         lines = tuning.by_learning_rate()
         figures["tuning_lr"] = plot_by_learning_rate(lines, title, sweep, label, _LIMITS[score])
@@ -113,7 +105,7 @@ def plot_by_learning_rate(
     means = {name: {rate: fmean(line[rate]) for rate in sorted(line)} for name, line in lines.items()}
     best = {name: max(line.values()) for name, line in means.items()}
     names = sorted(best, key=lambda name: -best[name])[:MAX_VARIANTS_PLOTTED]
-    styles = variant_styles([name for name in lines if name in names], None)
+    styles = style.variant_styles([name for name in lines if name in names], None)
     subtitle += " · means over seeds, a large dot for the best"
     if len(names) < len(lines):
         subtitle += f"; the {len(names)} best of {len(lines)} methods"
@@ -141,7 +133,7 @@ def plot_by_learning_rate(
         axes.xaxis.set_minor_locator(NullLocator())
     style.label(axes, "learning rate", y_label, percent=limits == SHARE)
     seeds = {len(accuracies) for name in names for accuracies in lines[name].values()}
-    side_legend(figure, axes, {name: best[name] for name in names}, styles, _describe_bands(seeds))
+    style.side_legend(figure, axes, {name: best[name] for name in names}, styles, _describe_bands(seeds))
     return figure
 
 
@@ -150,12 +142,9 @@ def common_curves(
 ) -> Curves:
     """Return the curves of each variant at the steps that all its runs have, without variants that have none.
 
-    On another axis, runs are not at the same place at a step: the places are the means over the runs at these steps,
-    within the range of all runs, and the values of a run are linear between its own places.
-
-    Args:
-        values: values with the index variant, seed and step.
-        amounts: what each run has taken on the axis, with the same index; None for steps.
+    On another axis, where `amounts` is what each run has taken, runs are not at the same place at a step: the places
+    are the means over the runs at these steps, within the range of all runs, and the values of a run are linear between
+    its own places. `values` and `amounts` have the index variant, seed and step.
     """
     curves = {}
     for name in names:
@@ -175,7 +164,7 @@ def common_curves(
 def _plot_over(
     over: tuple[Axis, float | None],
     curves: Curves,
-    styles: LineStyles,
+    styles: style.LineStyles,
     title: str,
     subtitle: str,
     y_label: str,
@@ -210,12 +199,12 @@ def _plot_over(
         axes.axvline(level, color=style.MUTED_COLOR, **dashes)
     style.label(axes, axis.label, y_label, percent=limits == SHARE)
     final_values = {name: float(values_RS[:, -1].mean()) for name, (_, values_RS) in curves.items()}
-    side_legend(figure, axes, final_values, styles, bands)
+    style.side_legend(figure, axes, final_values, styles, bands)
     return figure
 
 
 def _plot_fits(
-    fits: Sequence[SaturatingFit], styles: LineStyles, subtitle: str, x_label: str, y_label: str
+    fits: Sequence[SaturatingFit], styles: style.LineStyles, subtitle: str, x_label: str, y_label: str
 ) -> Figure | None:
     """Plot the fitted curves over the mean accuracies, and the intervals of the identified asymptotes."""
     fits = [fit for fit in fits if fit.curve and fit.variant in styles]
@@ -234,12 +223,17 @@ def _plot_fits(
             axes.axhspan(fit.asymptote.low, fit.asymptote.high, color=line["color"], alpha=0.1, linewidth=0)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
     style.label(axes, x_label, y_label, percent=True)
-    side_legend(figure, axes, {fit.variant: fit.curve[-1][1] for fit in fits}, styles)
+    style.side_legend(figure, axes, {fit.variant: fit.curve[-1][1] for fit in fits}, styles)
     return figure
 
 
 def _plot_accuracy_entropy(
-    accuracy: Curves, entropy: Curves, styles: LineStyles, level: float | None, subtitle: str, y_label: str
+    accuracy: Curves,
+    entropy: Curves,
+    styles: style.LineStyles,
+    level: float | None,
+    subtitle: str,
+    y_label: str,
 ) -> Figure | None:
     """Plot accuracy against entropy at the evaluated steps, with the last step and `level` marked."""
     if not (names := [name for name in accuracy if name in entropy]):
@@ -264,12 +258,12 @@ def _plot_accuracy_entropy(
     axes.margins(0.06)
     axes.grid(axis="x", color=style.GRID_COLOR, linewidth=1)
     style.label(axes, _ENTROPY, y_label, percent=True)
-    side_legend(figure, axes, final_values, styles)
+    style.side_legend(figure, axes, final_values, styles)
     return figure
 
 
 def _plot_clip_table(
-    table: pd.DataFrame, variants: Sequence[str], styles: LineStyles, subtitle: str
+    table: pd.DataFrame, variants: Sequence[str], styles: style.LineStyles, subtitle: str
 ) -> Figure | None:
     """Plot the clip fraction as a table of variants and bins of π_old; None without data."""
     clipped = table.dropna().groupby(["variant", "bin"])["clipped"].agg(fmean).unstack()
@@ -281,7 +275,7 @@ def _plot_clip_table(
     bins = sorted(token_shares.index, key=lambda text: float(text.split()[0]))
     values = clipped.reindex(index=names, columns=bins).to_numpy()
     subtitle += " · clip fraction of the tokens of each bin, mean over steps and seeds"
-    height = min(HEIGHT, HEADER + _ROW_HEIGHT * len(names) + _TICK_HEIGHT)
+    height = min(style.HEIGHT, style.HEADER + _ROW_HEIGHT * len(names) + _TICK_HEIGHT)
     figure, (axes,) = style.new_figure("Clip fraction by probability", subtitle, height=height)
     shares = np.where(values < _MIN_SHARE, _MIN_SHARE, values)
     colormap, norm = colormaps["Blues"], LogNorm(_MIN_SHARE, 3.0)
@@ -300,7 +294,9 @@ def _plot_clip_table(
     figure.canvas.draw()
     widest = max(tick.get_window_extent().width for tick in axes.get_yticklabels()) / figure.bbox.width
     left = 0.03 + widest + 0.012
-    axes.set_position((left, _TICK_HEIGHT / height, 0.975 - left, (height - HEADER - _TICK_HEIGHT) / height))
+    axes.set_position(
+        (left, _TICK_HEIGHT / height, 0.975 - left, (height - style.HEADER - _TICK_HEIGHT) / height)
+    )
     return figure
 
 

@@ -81,10 +81,7 @@ def record_runs(
 ) -> tuple[dict[str, Any], tuple[RunRecord, ...]]:
     """Return the settings that all runs share, without those that have no effect on the results, and the runs.
 
-    Args:
-        runs: `RunTables.runs`.
-        seconds: by variant, seed and step.
-        metrics: keys of the metrics, which are columns of `runs`.
+    `runs` is `RunTables.runs`, which has the `metrics` as columns, and `seconds` the seconds by variant, seed and step.
     """
     differing, records = differing_settings(runs["settings"]), []
     first: Settings = runs["settings"].iloc[0]

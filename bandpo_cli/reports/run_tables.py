@@ -16,16 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from bandpo_cli.errors import UserError, first_line, plural
-from bandpo_cli.metric_names import (
-    FLOPS,
-    SAMPLED_TOKENS,
-    SCORE,
-    STEP,
-    TOTAL_SECONDS,
-    TRAINED_TOKENS,
-    Axis,
-    probability_bins,
-)
+from bandpo_cli.metric_names import SCORE, STEP, Axis, probability_bins
 from bandpo_cli.reports.run_variants import VariantRun, differing_settings, read_settings, shorten_list
 from bandpo_cli.results import read_metrics_table
 from bandpo_cli.storage.run_record import read_summary
@@ -34,14 +25,6 @@ Score = Literal["reward", "accuracy"]
 
 RUN = ["variant", "seed"]
 """The index of a table with a row per run."""
-
-TOTAL_COLUMNS = {
-    "tokens": SAMPLED_TOKENS,
-    "trained_tokens": TRAINED_TOKENS,
-    "flops": FLOPS,
-    "total_seconds": TOTAL_SECONDS,
-}
-"""Metrics of what a run has taken, by their columns in `RunTables.steps`."""
 
 FAR_BEHIND = 0.5
 """Runs and variants whose best accuracy is under this share of the best variant's have no entropy at equal accuracy
@@ -68,9 +51,7 @@ class RunTables:
             `clipped`, `seconds_per_step`, and of every evaluation set those such as `accuracy/gsm8k` and
             `pass_at_4/gsm8k`, at the last evaluation.
         steps: a row per run and step, with the index variant, seed and step: `entropy`, `seconds`, and the scores of
-            the evaluation sets, `accuracy/gsm8k` and `reward/gsm8k`. `tokens`, `trained_tokens`, `flops` and
-            `total_seconds` are what the run has taken up to the step (`metric_names.TOTALS`); NaN where not recorded.
-            `amount` is the one of them that is the axis, or the step.
+            the evaluation sets, `accuracy/gsm8k` and `reward/gsm8k`; `amount` is what the run has taken on the axis.
         bins: a row per run and bin of π_old: `variant`, `seed`, `bin` (`0.1 – 0.5`), the `clipped` share of its tokens
             over all steps, and its share of all `tokens`.
         excluded: runs that failed, are not finished, not evaluated at their last step, damaged or missing.
@@ -104,10 +85,8 @@ def read_runs(
 ) -> RunTables:
     """Return the runs from step `start` on: the evaluation there, and the steps after it.
 
-    A run that has reached a budget is finished on any axis but steps, and with `with_budgets` on that one, too.
-
-    Raises:
-        UserError: two runs of a variant have the same seed, or a record does not have the metric of the axis.
+    A run that has reached a budget is finished on any axis but steps, and with `with_budgets` on that one, too. Raises
+    UserError if two runs of a variant have the same seed, or a record does not have the metric of the axis.
     """
     excluded: list[ExcludedRun] = []
     finished: dict[str, dict[int, _Record]] = {}
@@ -139,11 +118,7 @@ def read_runs(
 
 
 def amounts_of(table: pd.DataFrame, axis: Axis, folder: Path) -> pd.Series[float]:
-    """Return what a run has taken on an axis by step, from its metrics.
-
-    Raises:
-        UserError: the record has no such metric.
-    """
+    """Return what a run has taken on an axis by step. Raises UserError if its metrics do not have it."""
     if axis == STEP:
         return table.index.to_series().astype(float)
     amounts = _column(table, axis.key)
@@ -189,9 +164,7 @@ def _measure(
     pauses = [_column(training, name).fillna(0.0) for name in ("time/eval", "time/checkpoint")]
     seconds = _column(training, "time/step") - pauses[0] - pauses[1]
     entropy = _column(training, "train/entropy")
-    totals = {column: _column(table, name) for column, name in TOTAL_COLUMNS.items()}
-    columns = {"amount": amounts, "entropy": entropy, "seconds": seconds, **totals}
-    steps = pd.DataFrame(columns, table.index)
+    steps = pd.DataFrame({"amount": amounts, "entropy": entropy, "seconds": seconds}, table.index)
     within = amounts.index[amounts <= end]
     last, training = int(within[-1]), training.loc[: within[-1]]
     row = {
@@ -230,10 +203,8 @@ def at_axis(
 ) -> NDArray[np.float64]:
     """Return the values of a curve at points of an axis, [N], linear between the steps that have a value.
 
-    Args:
-        curve: values by step; NaN for a step without one.
-        axis: what the run has taken by step, such as its sampled tokens; it has a value at each step of the curve.
-        points: [N], on the axis; a point before the first or after the last value of the curve has NaN.
+    `axis` is what the run has taken by step, such as its sampled tokens. A point before the first or after the last
+    value of the curve has NaN.
     """
     known = curve.dropna()
     if known.empty:
@@ -327,10 +298,7 @@ def entropy_at_equal_accuracy(steps: pd.DataFrame) -> EqualAccuracy:
     runs, so a single run determines it: a note names this run, and gives the level without it.
 
     There are no values if fewer than two variants have one, or if a run starts at or above the level: the moment at
-    which such a run reached it is not known.
-
-    Args:
-        steps: `accuracy` and `entropy` by variant, seed and step.
+    which such a run reached it is not known. `steps` has `accuracy` and `entropy` by variant, seed and step.
     """
     accuracy, entropy = (
         {run: curve.droplevel([*RUN]) for run, curve in steps[name].dropna().groupby(level=RUN, sort=False)}
@@ -376,21 +344,15 @@ def entropy_at_equal_accuracy(steps: pd.DataFrame) -> EqualAccuracy:
 
 
 def entropy_when_reached(entropy: pd.Series[float], accuracy: pd.Series[float], level: float) -> float | None:
-    """Return the entropy of the policy when `accuracy` first reaches `level` from below; None if it never does.
+    """Return the entropy of the policy, nats per token, when `accuracy` first reaches `level` from below.
 
-    Between evaluations the accuracy is taken as linear. The value is read from the straight line fitted by least
-    squares to the entropies of the steps between the evaluations before and after that moment: this reduces the noise
-    of single steps and follows the trend. Where the line leaves the range of these entropies or of their steps, the
-    value is that at the end of the range.
+    None if it never does, if it starts at or above the level, or if no entropy was recorded between the two
+    evaluations. Between evaluations the accuracy is taken as linear. The value is read from the straight line fitted by
+    least squares to the entropies of the steps between the evaluations before and after that moment: this reduces the
+    noise of single steps and follows the trend. Where the line leaves the range of these entropies or of their steps,
+    the value is that at the end of the range.
 
-    Args:
-        entropy: nats per token by step; the value of a step is the entropy of the policy after the step before.
-        accuracy: held-out accuracy by step.
-        level: the accuracy at which the entropy is taken.
-
-    Returns:
-        Nats per token. None also if no entropy was recorded between the two evaluations, or if `accuracy` starts at or
-        above the level.
+    `entropy` and `accuracy` are by step; the entropy of a step is that of the policy after the step before.
     """
     reached = (accuracy >= level).to_numpy()
     if reached[0] or not reached.any():

@@ -38,11 +38,9 @@ SAME_VARIANT = ("seed", *WITHOUT_EFFECT)
 
 @dataclass(frozen=True)
 class VariantRun:
-    """A run and the variant that it belongs to.
+    """A run and the variant that it belongs to; runs of different variants are paired by their seeds.
 
-    Attributes:
-        seed: runs of different variants are paired by it.
-        folder: run folder. A missing folder is allowed: the report lists the run as excluded.
+    A missing folder is allowed: the report lists the run as excluded.
     """
 
     variant: str
@@ -52,12 +50,10 @@ class VariantRun:
 
 @dataclass(frozen=True)
 class Selection:
-    """The runs of a report.
+    """The runs of a report, in the order of the plan, or as given.
 
     Attributes:
         title: name of the sweep or of the folder, or the number of runs.
-        baseline: None for no comparison.
-        runs: in the order of the plan, or as given.
         notes: sentences about how the variants were formed.
         sweep: None for runs selected in another way.
     """
@@ -101,12 +97,11 @@ def read_sweep(folder: Path) -> Selection:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return all settings of the run in `folder` by dotted key.
+    """Return all settings of the run in `folder` by dotted key. Raises UserError if `config.yaml` is missing or
+    damaged.
 
     A run that verl trained also has `engine`, and a fork has `fork`, the checkpoint that it continues. The copies of
     custom code are settings, too: runs with different code are different variants.
-
-    Raises UserError if `config.yaml` is missing or damaged.
     """
     path = folder / "config.yaml"
     if not path_exists(path):

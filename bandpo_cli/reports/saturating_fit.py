@@ -119,13 +119,9 @@ def fit_caption(axis: Axis) -> str:
 def fit_variants(
     accuracy: "pd.Series[float]", compute: "pd.Series[float]", names: Sequence[str]
 ) -> list[SaturatingFit]:
-    """Return the fit of each variant, to the means over its seeds of accuracy and compute.
+    """Return the fit of each variant, to the means over its seeds of accuracy and compute, by variant, seed and step.
 
-    Args:
-        accuracy, compute: by variant, seed and step; an evaluation counts if all seeds of the variant have it.
-
-    Raises:
-        UserError: no variant has enough evaluations.
+    An evaluation counts if all seeds of the variant have it. Raises UserError if no variant has enough evaluations.
     """
     fits = []
     for name in names:

@@ -32,7 +32,6 @@ class TunedVariant:
         group: the variant of the tuned sweep that it is a candidate for.
         settings: the settings in which the variants of its group differ, by dotted key.
         values: the value of the metric for each tuning seed.
-        chosen: whether the variant is the best of its group.
     """
 
     group: str
@@ -60,12 +59,9 @@ class TunedVariant:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The variants that a sweep's settings were chosen from. The fields are keys of `bandpo report --format json`.
+    """The variants that a sweep's settings were chosen from, group by group, by a metric in the tuning sweep.
 
-    Attributes:
-        sweep: name of the tuning sweep.
-        metric: the metric that decides.
-        variants: the variants of the tuning sweep, group by group.
+    The fields are keys of `bandpo report --format json`.
     """
 
     sweep: str
@@ -137,15 +133,9 @@ def choose(
 ) -> Tuning:
     """Return the variants with their values, the best of each group chosen; of equal variants the first.
 
-    Args:
-        sweep: name of the tuning sweep.
-        by: the metric that decides; more is better. The reward takes the place of the accuracy if rewards are not just
-            0 and 1.
-        tables: the runs, with the same seeds for every variant.
-        groups: the group of each variant.
-
-    Raises:
-        UserError: the runs share no evaluation set, or have no value of the metric.
+    `tables` has the same seeds for every variant, and `groups` the group of each variant. The reward takes the place of
+    the accuracy if rewards are not just 0 and 1. Raises UserError if the runs share no evaluation set, or have no value
+    of the metric.
     """
     metric = by if by == "area" else scores_of(tables)[0]
     runs = tables.average(common_sets(tables.runs)).runs

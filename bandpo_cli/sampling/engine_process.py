@@ -4,7 +4,6 @@ Each rank has one process, with the ordinary engine of the settings. At every sy
 tensor by tensor, to memory that the process reads. The engine never sleeps (`sampling.vllm.sleep` has no effect).
 """
 
-import logging
 import os
 import re
 import signal
@@ -25,7 +24,7 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.config.batch_and_sampling import engine_cards, resolve_engine
 from bandpo_cli.config.run import ModelConfig, RunConfig
-from bandpo_cli.errors import RunError
+from bandpo_cli.errors import RunError, log
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.paths import is_adapter_folder, user_path
@@ -47,8 +46,6 @@ _OF_RANKS = re.compile(
     rf"|{LAUNCHER_VARIABLE}|{RUN_NAME_VARIABLE})"
 )
 """Environment variables of one of several ranks."""
-
-log = logging.getLogger("bandpo_cli")
 
 
 class EngineProcess(Sampler):

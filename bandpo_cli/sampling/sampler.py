@@ -5,7 +5,6 @@ second copy.
 """
 
 import copy
-import logging
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 
 from bandpo_cli.config.batch_and_sampling import SamplingConfig, check_engine, is_installed, resolve_engine
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, first_line
+from bandpo_cli.errors import RunError, first_line, log
 from bandpo_cli.models.attention import growing_cache
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import forward_dtype, layers_for_sampling, unsharded
@@ -35,8 +34,6 @@ Weights = Iterable[tuple[str, Tensor]]  # Tensors under their names in a checkpo
 
 KEPT_UNTIL = 0.9  # Ended completions are removed from the batch when at most this share of it is running
 DRAWN_STEPS = 64  # Tokens of a completion for which random numbers are drawn at a time
-
-log = logging.getLogger("bandpo_cli")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import logging
 import os
 import random
 import tempfile
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.batch_and_sampling import SamplingConfig
-from bandpo_cli.errors import RunError, UserError, find_out_of_memory, warn_on_failure
+from bandpo_cli.errors import RunError, UserError, find_out_of_memory, log, warn_on_failure
 from bandpo_cli.models.load import Policy, release_cached_memory
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.processes.ranks import SINGLE, Ranks
@@ -56,7 +55,6 @@ from bandpo_cli.types import Completion
 if TYPE_CHECKING:
     import vllm
 
-log = logging.getLogger("bandpo_cli")
 
 GIB = 2**30
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"

@@ -148,9 +148,8 @@ def is_finished(run: Path) -> bool:
 def read_stored_run(path: Path, keep: Callable[[str], object] = DURATIONS.__contains__) -> StoredRun:
     """Return the content of a run folder. Raises UserError, which names the file, where it is damaged.
 
-    Args:
-        keep: returns whether to keep a metric, by name, at least `DURATIONS`: all metrics of a long run take more than
-            a gigabyte.
+    `keep` returns whether to keep a metric, by name, at least `DURATIONS`: all metrics of a long run take more than a
+    gigabyte.
     """
     config = read_layer(path / "config.yaml", "run settings")
     if not config:
@@ -286,10 +285,7 @@ def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cg
     """Return the bytes of memory that this process can allocate without swapping, None where it is unknown.
 
     The smallest of what the machine has available and what is left of the limits of the process's control groups
-    (containers and cluster jobs have such limits).
-
-    Args:
-        proc, groups: where the system's files are, other folders in tests.
+    (containers and cluster jobs have such limits). `proc` and `groups` are other folders in tests.
     """
     kibibytes = _value(proc / "meminfo", r"MemAvailable:[ \t]*(\d+) kB")
     if kibibytes is None:

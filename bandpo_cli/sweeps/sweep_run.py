@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig, TrackingConfig, check_ranks
 from bandpo_cli.custom_code import code_first_in
-from bandpo_cli.errors import ConfigError, UserError, first_line, plural, unknown_choice
+from bandpo_cli.errors import ConfigError, UserError, first_line, log, plural, unknown_choice
 from bandpo_cli.experiments.monitor import Dispatcher
 from bandpo_cli.experiments.plan import choose_run_name
 from bandpo_cli.metric_names import AXES, STEP, Axis
@@ -45,8 +44,6 @@ from bandpo_cli.tracking.trackers import Point, finite_metrics
 if TYPE_CHECKING:
     from bandpo_cli.reports.compare_variants import Report
 
-
-log = logging.getLogger("bandpo_cli")
 
 EXECUTORS = ("local", "ray")
 
@@ -213,9 +210,8 @@ def sweep(
         callbacks: receive the events of `callbacks.Callback`; `step` has the states of all runs about once per second.
         x: the axis of the report (`metric_names.AXES`): variants are compared at equal steps, tokens, flops or seconds.
 
-    Raises:
-        UserError: a setting cannot be used, the name is taken, there is no such sweep, or another process writes to it.
-        KeyboardInterrupt, SystemExit: after the running processes have been stopped; the sweep can be resumed.
+    Raises UserError if a setting cannot be used, the name is taken, there is no such sweep, or another process writes
+    to it. KeyboardInterrupt and SystemExit stop the running processes first; the sweep can be resumed.
     """
     runs_dir, executor = given_path(runs_dir), executor or Executor()
     if isinstance(plan, Mapping):

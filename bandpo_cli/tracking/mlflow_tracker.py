@@ -8,7 +8,6 @@
 
 import getpass
 import json
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 
 from bandpo_cli.config.layers import flatten
-from bandpo_cli.errors import redact_credentials
+from bandpo_cli.errors import log, redact_credentials
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_record import parent_of
 from bandpo_cli.tracking.mlflow_store import MLFLOW, Store, is_server, mlflow_client, run_address
@@ -34,8 +33,6 @@ from bandpo_cli.tracking.trackers import (
     send_lock,
     write_place,
 )
-
-log = logging.getLogger("bandpo_cli")
 
 MAX_PARAM_CHARS = 6000
 MAX_TAG_CHARS = 5000
@@ -54,11 +51,7 @@ MODEL_TRAINING = "custom_model_development"
 
 
 class MlflowTracker(Tracker):
-    """A run at the MLflow store of the subclass that `mlflow_tracker` returns.
-
-    Attributes:
-        run_id: MLflow's id of the run.
-    """
+    """A run, with MLflow's `run_id`, at the store of the subclass that `mlflow_tracker` returns."""
 
     title = "MLflow"
     compares = True
@@ -78,10 +71,10 @@ class MlflowTracker(Tracker):
     def __init__(self, run: TrackedRun, create: bool = True) -> None:
         """Find the run, or create it, with the settings and tags that it lacks.
 
-        Raises LookupError if there is none and `create` is False; an existing run is not changed then.
+        With `create` False, an existing run is not changed, and LookupError is raised if there is none.
         """
         super().__init__(run)
-        self.sent_files = dict(run.sent_files)
+        self.sent_files = dict(run.files)
         self._client = mlflow_client(self.store.uri)
         parent = (run.config.get("tracking") or {}).get("parent") if run.kind == "train" else None
         tags = run_tags(run.env, None if parent is None else str(parent))
@@ -229,14 +222,9 @@ def send_evaluation(
 ) -> Path:
     """Send metrics and files of an evaluation, and return the folder that is linked to the MLflow run that has them.
 
-    They are added to the run that made the model where MLflow has that run, files under `evals/<evaluation>/`; else the
-    evaluation gets a run of its own, with `params` and `env`. MLflow keeps the values that were sent before. Raises any
-    error of MLflow and the network.
-
-    Args:
-        run_folder: folder of the run that made the model, None without one.
-        step: step of the checkpoint; the metrics appear at this step of the run's curves, at 0 for None.
-        metrics: values by name; those that are not finite are left out.
+    They are added to the run that made the model (in `run_folder`) where MLflow has that run, files under
+    `evals/<evaluation>/`, metrics at the `step` of the checkpoint; else the evaluation gets a run of its own, with
+    `params` and `env`. MLflow keeps the values that were sent before. Raises any error of MLflow and the network.
     """
     point = Point(step or 0, int(time.time() * 1000), finite_metrics(metrics))
     with ExitStack() as stack:
@@ -262,8 +250,8 @@ def _open_run(
     store: Store, folder: Path, params: Mapping[str, object], env: Mapping[str, Any], create: bool = True
 ) -> MlflowTracker:
     place = open_place(folder, MLFLOW, store.destination, store.experiment, write=create)
-    about = folder, place.id, store.experiment, None, "evaluation", params
-    tracker = mlflow_tracker(store)(TrackedRun(*about, remote_id=place.remote_id, env=env), create)
+    run = TrackedRun(**vars(place), folder=folder, group=None, kind="evaluation", config=params, env=env)
+    tracker = mlflow_tracker(store)(run, create)
     if tracker.remote_id != place.remote_id:
         write_place(folder, MLFLOW, replace(place, remote_id=tracker.remote_id))
     return tracker

@@ -3,7 +3,6 @@
 The run never waits for a tracker before its end, and then only for seconds if the tracker does not answer.
 """
 
-import logging
 import socket
 import ssl
 import threading
@@ -16,14 +15,12 @@ from urllib.parse import urlsplit
 
 from bandpo_cli.callbacks import CallbackBase, RunInfo, RunResult, StepReport
 from bandpo_cli.config.run import TrackingConfig
-from bandpo_cli.errors import UserError, first_line, redact_credentials, user_code_location
+from bandpo_cli.errors import UserError, first_line, log, redact_credentials, user_code_location
 from bandpo_cli.processes.watch import Wait
 from bandpo_cli.storage.run_folder import shell_command
 from bandpo_cli.tracking.sender import sender_for
 from bandpo_cli.tracking.trackers import TrackerUnavailableError, tracker_class
 from bandpo_cli.types import RunStatus
-
-log = logging.getLogger("bandpo_cli")
 
 CONNECT_TIMEOUT_S = 10.0  # of `check_reachable`
 _DATABASE_PORTS = {"postgresql": 5432, "postgres": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433}
@@ -38,10 +35,8 @@ def check_reachable(uri: str) -> None:
     """Return when the store `uri` answers, or is of a kind that only MLflow can check (a file, databricks).
 
     A web server answers with any status below 500, a database server by accepting a connection. This check does not
-    import MLflow, which takes seconds of processor time.
-
-    Raises:
-        OSError: no answer within `CONNECT_TIMEOUT_S`, or a web server answers with an error of its own (5xx).
+    import MLflow, which takes seconds of processor time. Raises OSError if there is no answer within
+    `CONNECT_TIMEOUT_S`, or a web server answers with an error of its own (5xx).
     """
     try:
         parts = urlsplit(uri)

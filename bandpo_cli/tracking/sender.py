@@ -104,31 +104,26 @@ class RunSender:
     def send(self, status: RunStatus | Literal["RUNNING"] | None = None) -> SyncResult:
         """Send what the tracker lacks: settings, metrics and, of a run that has ended, its status and files.
 
-        Args:
-            status: status of the run in the process that trains it; None to take it from the folder.
-
-        Raises:
-            UserError: the folder is damaged, or the user has to do something first.
-            Exception: any error of the tracker and the network.
+        `status` is that of the run in the process that trains it; without one it is taken from the folder. Raises
+        UserError if the folder is damaged, or the user has to do something first; and any error of the tracker and the
+        network.
         """
         with self._locked():
             params = tags = 0
             files = run_artifacts(self._folder)
             if self._tracker is None:
                 run = read_stored_run(self._folder)
-                final = status or run.status
+                final, project = status or run.status, self._project or _project(run.tracking)
                 if not self._class.compares and final != "RUNNING":
                     if final is None:
                         return SyncResult(Sent(), writing=True)
-                    project = self._project or _project(run.tracking)
                     state = open_place(self._folder, self._name, self._class.destination(project), project)
                     last = run.records[-1]["step"] if run.records else -1
                     if (state.step, state.status, state.files) == (last, final, self._digests(files)):
                         return SyncResult(Sent(), files_there=len(files), status=final)
-                opened = self._open(
-                    self._project or _project(run.tracking), _public_config(run), env=run.env,
-                    start_ms=run.start_ms, end_ms=None if status else run.end_ms,
-                )  # fmt: skip
+                end_ms = None if status else run.end_ms
+                about: dict[str, Any] = {"env": run.env, "start_ms": run.start_ms, "end_ms": end_ms}
+                opened = self._open(project, _public_config(run), **about)
                 self.clocks, self._offset, self._ended = {**run.clocks, **self.clocks}, 0, run.status
                 params, tags = opened.new_params, opened.new_tags
             assert self._tracker is not None
@@ -210,8 +205,8 @@ class RunSender:
         # A store that has moved has the files of the first place.
         moved = self._class.compares and not state.remote_id
         files = read_places(self._folder, self._name)[0].files if moved else state.files
-        identity = self._folder, state.id, project, group, kind
-        run = TrackedRun(*identity, config, state.step, state.remote_id, files, **about)
+        known = {**vars(state), "files": files}
+        run = TrackedRun(**known, folder=self._folder, group=group, kind=kind, config=config, **about)
         self._tracker = tracker = self._class(run)
         self._update(
             remote_id=tracker.remote_id, where=tracker.where, step=tracker.last_step, status=tracker.status,

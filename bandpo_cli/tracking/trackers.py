@@ -74,31 +74,46 @@ class Sent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TrackedRun:
-    """A run, or the report of a sweep, as a tracker receives it.
+class Place:
+    """A run at one destination of a tracker.
 
     Attributes:
-        id: letters and digits, the same for every process that sends the run in `folder`.
+        destination: `Tracker.destination`, without secrets.
         project: `tracking.experiment`.
+        id: random letters and digits, the same for every process that sends the run and at all destinations.
+        remote_id: the identifier that the tracker has chosen; "" until it has answered, or if it uses `id`.
+        where: the address of the run or the command that shows it; "" for none.
+        step: the last step that was accepted; -1 for none.
+        status: how the run ended; RUNNING before.
+        files: SHA-256 of the files that were sent, by path in the run folder.
+    """
+
+    destination: str
+    project: str
+    id: str
+    remote_id: str = ""
+    where: str = ""
+    step: int = -1
+    status: str = "RUNNING"
+    files: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun(Place):
+    """A run, or the report of a sweep, as a tracker receives it: what an earlier process has recorded of it, and more.
+
+    Attributes:
         group: name of the sweep that the run belongs to; None for none.
         kind: `train`, or `sweep` for the report of a sweep.
         config: all settings, nested, and `environment` with versions and commit; without passwords.
-        recorded_step: the last step that the tracker has accepted; -1 for none.
-        remote_id: `Tracker.remote_id` of an earlier process; "" for none.
-        sent_files: SHA-256 of the files that the tracker has, by path in the folder.
         env: content of `env.json`.
         start_ms, end_ms: start and end of the run, milliseconds since 1970; None for now.
     """
 
     folder: Path
-    id: str
-    project: str
     group: str | None
     kind: str
     config: Mapping[str, Any]
-    recorded_step: int = -1
-    remote_id: str = ""
-    sent_files: Mapping[str, str] = field(default_factory=dict)
     env: Mapping[str, Any] = field(default_factory=dict)
     start_ms: int | None = None
     end_ms: int | None = None
@@ -124,7 +139,7 @@ class Tracker:
         remote_id: the identifier that the tracker has chosen for the run; "" if it uses `TrackedRun.id`.
         status: the status of the run at the tracker.
         new_params, new_tags: numbers of settings and tags that were sent when the run was opened.
-        sent_files: as in `TrackedRun`, with the files that were sent since; of a tracker that compares.
+        sent_files: `TrackedRun.files` and the files that were sent since; of a tracker that compares.
     """
 
     title: ClassVar[str | None] = None
@@ -152,7 +167,7 @@ class Tracker:
 
     def __init__(self, run: TrackedRun) -> None:
         """Open `run`, or continue the run that an earlier process opened with the same id."""
-        self.run, self.last_step = run, run.recorded_step
+        self.run, self.last_step = run, run.step
 
     def reopen(self) -> None:
         """Set the status of a run that had ended to RUNNING."""
@@ -241,31 +256,6 @@ def _sortable_name(key: str) -> str:
     metric, *edges = match.groups()
     low, high = (f"{whole}.{decimals:0<3}" for whole, _, decimals in (edge.partition(".") for edge in edges))
     return f"vs_probability/{metric.replace('/', '_')}_p_{low}_{high}"
-
-
-@dataclass(frozen=True)
-class Place:
-    """A run at one destination of a tracker.
-
-    Attributes:
-        destination: `Tracker.destination`, without secrets.
-        project: `tracking.experiment`.
-        id: random identifier of the run, the same at all destinations of a tracker.
-        remote_id: the identifier that the tracker has chosen; "" until it has answered, or if it uses `id`.
-        where: the address of the run or the command that shows it; "" for none.
-        step: the last step that was accepted; -1 for none.
-        status: how the run ended; RUNNING before.
-        files: SHA-256 of the files that were sent, by path in the run folder.
-    """
-
-    destination: str
-    project: str
-    id: str
-    remote_id: str = ""
-    where: str = ""
-    step: int = -1
-    status: str = "RUNNING"
-    files: dict[str, str] = field(default_factory=dict)
 
 
 def _read(folder: Path) -> dict[str, list[Any]]:

@@ -10,7 +10,6 @@ calls its methods in the same order.
 
 import copy
 import json
-import logging
 import os
 import shutil
 import socket
@@ -29,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_64
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, SignalExit
+from bandpo_cli.errors import RunError, SignalExit, log
 from bandpo_cli.models.load import Policy, save_policy
 from bandpo_cli.models.weights import ShardError, local_tensor, reason_of, weights_to_save, write_shards
 from bandpo_cli.processes.ranks import Ranks
@@ -53,8 +52,6 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", t
 
 MAX_SHARE = 0.5
 """Largest share of the available memory that the copy may take: the next step needs memory, too."""
-
-log = logging.getLogger("bandpo_cli")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ With `sampling.max_lag` the rollouts of a later step are sampled before or while
 Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group.
 """
 
-import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 
 from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import log
 from bandpo_cli.evaluation.evaluate import sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.grading.pool import all_calls_failed, grade_components
@@ -46,8 +46,6 @@ from bandpo_cli.training.performance import PackedWork, StepTimer, add_to_totals
 from bandpo_cli.training.rollout_batches import RolloutBatches, SampledGroups
 from bandpo_cli.training.update import AppliedUpdates, handle_bad_update, update_policy
 from bandpo_cli.types import Group, Rollout
-
-log = logging.getLogger("bandpo_cli")
 
 
 def train(

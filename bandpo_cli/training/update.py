@@ -5,7 +5,6 @@ NaN or infinite raises NonFiniteError before the optimizer step; its batch is st
 update (`handle_bad_update`).
 """
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from torch.amp import GradScaler
 from torch.profiler import record_function
 
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import log
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
@@ -29,8 +29,6 @@ from bandpo_cli.objective.policy_objective import policy_objective
 from bandpo_cli.storage.tables import BAD_BATCHES, MAX_BAD_BATCHES, write_bad_batch
 from bandpo_cli.training.experience import Experience, adapted
 from bandpo_cli.training.optimizer import GradientNormError, NonFiniteError, Optimizer
-
-log = logging.getLogger("bandpo_cli")
 
 
 class Forward(NamedTuple):

@@ -98,8 +98,8 @@ def test_two_signals_that_arrive_in_native_code_abort_the_step():
     with StopSignals() as signals:
         signals.start(None)
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-        for number in (first, again):
-            os.kill(os.getpid(), number)
+        for number in (first, again):  # sent to this thread: another one would not block it
+            signal.pthread_kill(threading.get_ident(), number)
         with pytest.raises(SystemExit) as end:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         assert (signals.exit_code, end.value.code) == (130, 130)

@@ -86,7 +86,7 @@ def test_a_damaged_env_file_is_reported(placeholder_run, tmp_path):
     (placeholder_run / "env.json").write_text('{"resolved": {"engine": "tr')
     printed = " ".join(succeed("train", "--resume", "a", *flags, cwd=tmp_path).out.split())
     assert "env.json: not readable as JSON" in printed
-    assert "engine, dtype and commits of the run are not known and are chosen anew" in printed
+    assert "engine and commits of the run are not known and are chosen anew" in printed
 
 
 def test_a_radius_scheduled_over_the_run_cannot_be_extended(placeholder_run, tmp_path):

@@ -105,8 +105,11 @@ def batches_of(engine: Any, per_batch: int = 3, seed: int = 7, **options: Any) -
 
 @pytest.mark.parametrize("kind", [Engine, Streaming])
 def test_batches_cover_each_problem_once_with_unique_keys_and_seeds(kind):
+    """Engine and tokenizer are called from this thread, and one other thread grades."""
     engine = kind()
     batches = list(batches_of(engine))
+    assert engine.threads == {threading.get_ident()}
+    assert len(engine.grading_threads - engine.threads) == len(engine.grading_threads) == 1
     assert [batch.key for batch in batches] == [(0, 0), (0, 3), (0, 6), (0, 9), (1, 0), (2, 0), (2, 3)]
     assert [batch.label for batch in batches] == ["a"] * 4 + ["b"] + ["c"] * 2
     assert engine.graded == [6, 6, 6, 4, 2, 6, 2]
@@ -116,12 +119,8 @@ def test_batches_cover_each_problem_once_with_unique_keys_and_seeds(kind):
     assert batches == list(batches_of(Engine()))
     list(batches_of(engine, seed=8))
     assert len(engine.seeds) == len(set(engine.seeds)) == 2 * 7
-
-
-def test_a_resume_samples_only_the_missing_batches_unchanged():
-    done = [PartKey(0, 3), PartKey(2, 0)]
-    expected = [batch for batch in batches_of(Engine()) if batch.key not in done]
-    assert list(batches_of(Engine(), done=done)) == expected
+    done = [PartKey(0, 3), PartKey(2, 0)]  # a resume samples the others
+    assert list(batches_of(kind(), done=done)) == [batch for batch in batches if batch.key not in done]
 
 
 def test_the_completions_of_a_problem_do_not_depend_on_the_size_of_the_batches():
@@ -145,14 +144,6 @@ def test_the_batch_size_limits_batches_of_stored_completions():
     assert again == [batches[0], batches[2]]
     (alone, *_) = list(regrade_batches(engine.grade, sets, batch_size=1))
     assert len(alone.rows) == 1
-
-
-@pytest.mark.parametrize("engine", [Engine(), Streaming()], ids=["one by one", "streaming"])
-def test_engine_and_tokenizer_are_called_from_the_callers_thread_alone(engine):
-    list(batches_of(engine))
-    assert engine.threads == {threading.get_ident()}
-    assert len(engine.grading_threads) == 1
-    assert engine.grading_threads.isdisjoint(engine.threads)
 
 
 def test_sampling_continues_while_a_batch_is_graded_and_stops_at_the_limit():

@@ -75,18 +75,6 @@ def test_the_order_and_the_names_of_answers_do_not_matter(election, random, data
     assert maj_at_k([other[vote] for vote, _ in pairs], [right for _, right in pairs], k) == value
 
 
-@given(elections(most=24), st.data())
-def test_maj_at_k_is_at_most_pass_at_k_and_grows_with_correct_answers(election, data):
-    votes, _ = election
-    k = data.draw(st.integers(1, len(votes)))
-    correct = [float(vote == "a") for vote in votes]
-    value = maj_at_k(votes, correct, k)
-    assert 0 <= value <= pass_at_k(len(votes), int(sum(correct)), k) + 1e-12
-    turned = data.draw(st.integers(0, len(votes) - 1))
-    better: Votes = [*votes[:turned], "a", *votes[turned + 1 :]]
-    assert maj_at_k(better, [float(vote == "a") for vote in better], k) >= value - 1e-12
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [7, 999])
 def test_a_thousand_completions_are_exact_without_overflow(k):

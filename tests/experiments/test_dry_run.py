@@ -50,9 +50,8 @@ ERRORS = {
 
 def trials(grader: str, **task: Any) -> list[str]:
     config = resolve([{"task": {"name": "data", "train": "problems.csv", "grader": grader, **task}}])
-    (trial,) = try_graders(config, build_task(config.task))
-    grade = trial.grade
-    return [f"{trial.completion!r} {grade.verdict} {grade.reward}", *trial.warnings]
+    ((_, completion, grade, warnings),) = try_graders(config, build_task(config.task))
+    return [f"{completion!r} {grade.verdict} {grade.reward}", *warnings]
 
 
 def test_graders_are_tried_on_the_reference(tmp_path, monkeypatch):

@@ -14,10 +14,11 @@ import pytest
 from bandpo_cli.callbacks import Callback
 from bandpo_cli.errors import UserError
 from bandpo_cli.evaluation.evaluate import Batch
-from bandpo_cli.experiments.eval_plan import plan_evaluation
-from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult, evaluate, resume_evaluation
+from bandpo_cli.experiments.eval_plan import plan_evaluation, plan_evaluation_resume
+from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult, evaluate
 from bandpo_cli.grading.pool import GraderPool, GraderUse
 from bandpo_cli.processes.ranks import SINGLE, Ranks
+from bandpo_cli.storage.run_folder import EvalFolder
 from tests.training.several_ranks import run_ranks
 
 SETTINGS = {
@@ -54,10 +55,10 @@ def run(ranks: Ranks, folder: Path, name: str, resume: bool = False) -> tuple[di
         mock.patch("bandpo_cli.experiments.eval_run.connected_ranks", connected),
     ):
         if resume:
-            result = resume_evaluation(name, folder, callbacks=[events])
+            request = plan_evaluation_resume(EvalFolder(folder / name))
         else:
             request = plan_evaluation(base=[SETTINGS], runs_dir=folder)
-            result = evaluate(request, runs_dir=folder, name=name, callbacks=[events])
+        result = evaluate(request, runs_dir=folder, name=name, callbacks=[events])
     return result.record, result.scores, events
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from bandpo_cli.callbacks import CallbackBase, StepReport
+from bandpo_cli.callbacks import CallbackBase, RunResult, StepReport
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.experiments import fork, resume, train
@@ -92,7 +92,8 @@ def test_only_a_finished_run_was_ended_by_a_criterion(status, tmp_path, monkeypa
     for step in range(4):
         folder.append_metrics({"step": step, "time/step": 1.0, "train/entropy": 0.5})
     error = RunError("no memory") if status == "FAILED" else None
-    result = close_record(resolve([SMALL, STOP]), folder, mock.Mock(), status, error)
+    end = RunResult(folder.path, status, [], error)
+    result = close_record(resolve([SMALL, STOP]), folder, mock.Mock(), end)
     assert (result.stopped_by is not None) == (status == "FINISHED")
     assert summary(folder.path)["stopped_by"] == result.stopped_by
 

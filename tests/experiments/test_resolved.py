@@ -131,7 +131,7 @@ def test_entries_that_no_run_writes_are_ignored(tmp_path):
     unchanged, (warning,) = pin(config, RunFolder(tmp_path / "run"))
     assert unchanged == config
     assert "env.json" in warning
-    assert warning.endswith("engine, dtype and commits of the run are not known and are chosen anew")
+    assert warning.endswith("engine and commits of the run are not known and are chosen anew")
 
 
 @pytest.mark.slow

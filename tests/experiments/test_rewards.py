@@ -10,9 +10,10 @@ import pytest
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError, GraderFailedError
 from bandpo_cli.experiments import evaluate, resume, train
-from bandpo_cli.experiments.eval_run import resume_evaluation
+from bandpo_cli.experiments.eval_plan import plan_evaluation_resume
 from bandpo_cli.experiments.plan import plan_training
 from bandpo_cli.metric_names import without_clock
+from bandpo_cli.storage.run_folder import EvalFolder
 
 SMALL: dict[str, Any] = {
     "steps": 1,
@@ -158,7 +159,7 @@ def test_answers_of_a_failed_evaluation_are_graded_again(caplog):
     ):
         assert part in record
     Path("failing_eval.py").write_text(REPAIRED.replace("return", "assert text == 'a', 'not a'; return"))
-    result = resume_evaluation("e")
+    result = evaluate(plan_evaluation_resume(EvalFolder(Path("runs/e"))))
     assert result.scores["a"].metrics["mean_at_2"].value == 0.5
     assert "failed on 3 of 6 answers (50.0%)" in caplog.text
     assert "AssertionError: not a" in caplog.text

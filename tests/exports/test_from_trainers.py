@@ -156,6 +156,26 @@ def test_files_of_both_trainers_are_read(tmp_path):
     assert read_trainer_file(tmp_path / "args.json") == {"learning_rate": 1e-5}
 
 
+def test_a_zero_and_the_word_none_in_a_file_are_values_and_no_missing_keys(tmp_path):
+    """Expected: GRPOConfig (no deviation, no clipping) and verl 0.9.1, whose FSDP engine takes the ratio for 0 steps
+    and whose agent loop evaluates at val_kwargs.temperature whatever do_sample is."""
+    (tmp_path / "trl.yaml").write_text("scale_rewards: none\nmax_grad_norm: 0.0\nlora_r: null\n")
+    given = read_trainer_file(tmp_path / "trl.yaml")
+    assert trl(**given).items() >= {"objective.advantage_std": False, "optim.max_grad_norm": None}.items()
+    (tmp_path / "verl.sh").write_text(
+        "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0 "
+        "actor_rollout_ref.actor.optim.weight_decay=0 actor_rollout_ref.actor.optim.lr_warmup_steps=0 "
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 trainer.total_training_steps=50 "
+        "actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.val_kwargs.temperature=0.6"
+    )
+    found = Translation("verl", read_trainer_file(tmp_path / "verl.sh")).settings
+    expected = {
+        "objective.reference_kl": 0, "optim.weight_decay": 0, "evaluation.temperature": 0.6,
+        "optim.warmup_steps": 20,  # 5 steps of 4 updates
+    }  # fmt: skip
+    assert {key: found[key][0] for key in expected} == expected
+
+
 def test_the_command_prints_a_config_file_and_what_has_no_place(tmp_path):
     (tmp_path / "args.yaml").write_text(
         "model_name_or_path: m\nper_device_train_batch_size: 4\nnum_generations: 4\ntop_p: 0.9\nfrobnicate: 1\n"

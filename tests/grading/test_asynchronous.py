@@ -198,11 +198,8 @@ def test_a_trial_call_fails_in_one_line_that_says_what_to_do():
         "import asyncio\nasync def refused(text, answer, extra): raise OSError(f'no {answer}')\n"
         "async def late(text, answer, extra): await asyncio.sleep(99)\ndef quick(text, answer, extra): return None\n"
     )
-    causes = (
-        ("refused", r"OSError: no 2 \(broken_judge.py:2, in refused\)"),
-        ("late", "no result within 0.3 s .*"),
-    )
-    for function, cause in causes:
+    refused = r"OSError: no 2 \(broken_judge.py:2, in refused\)"
+    for function, cause in (("refused", refused), ("late", "no result within 0.3 s .*")):
         name = f"broken_judge:{function}"
         with pytest.raises(ConfigError, match=f"'{name}' failed in a trial call: {cause}; start the server"):
             check_grader(name, [problem(name)], config)

@@ -24,10 +24,6 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-def test_final_answers_in_known_forms():
-    assert [(text, final_answer(text)) for text, _ in ANSWERS] == ANSWERS
-
-
 NO_ANSWERS = [
     "", "18", "the answer is 18", "the answer is: 18", "Answers: 18", "Reanswer: 18", "Answer:", "Answer: **.**",
     "####", "x #### 3", "##### 3", "\\boxed", "\\boxed{18", "\\boxed{}", "\\boxed}1{", "\\boxedx{1}",
@@ -36,7 +32,8 @@ NO_ANSWERS = [
 ]  # fmt: skip
 
 
-def test_texts_without_a_final_answer():
+def test_final_answers_in_known_forms_and_texts_without_one():
+    assert [(text, final_answer(text)) for text, _ in ANSWERS] == ANSWERS
     assert {final_answer(text) for text in NO_ANSWERS} == {None}
 
 

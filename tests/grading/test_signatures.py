@@ -80,12 +80,15 @@ def test_the_signature_is_recognised_by_the_names_of_the_parameters_and_asynchro
         assert load(function).grade([answer_of(problem(), "2")]) == [Grade(1.0, True, "correct")]
 
 
-def test_verl_gets_the_label_and_the_columns_of_the_row():
+def test_verl_gets_the_label_and_the_columns_of_the_row_and_its_batch_form_lists():
     for signature in ("", "verl:"):
         grader = load("compute_score", signature)
         assert grader.grade([answer_of(problem(level=3), "2")]) == [Grade(1.0, True, "correct")]
         assert grader.grade([answer_of(problem(), "3")]) == [Grade(-1.0, False, "wrong")]
     assert calls() == 2 * [["sums", "2", "2", {"level": 3}], ["sums", "3", "2", {}]]
+    answers = [answer_of(problem("p", level=1), "right"), answer_of(problem("q"), "wrong")]
+    assert load("compute_scores").grade(answers) == [Grade(2.0, True, "correct"), Grade(-0.5, False, "wrong")]
+    assert calls()[4:] == [[["sums", "sums"], ["right", "wrong"], ["2", "2"], [{"level": 1}, {}]]]
 
 
 def test_verl_gets_the_values_of_a_row_in_its_own_layout():
@@ -95,12 +98,6 @@ def test_verl_gets_the_values_of_a_row_in_its_own_layout():
     load("any_name", "verl:").grade([answer_of(problem(), "2")])
     names = ["data_source", "extra_info", "ground_truth", "solution_str"]
     assert calls() == [["openai/gsm8k", "2", {"target": ["2", "two"]}, {"index": 7}], names]
-
-
-def test_the_batch_form_of_verl_gets_lists():
-    answers = [answer_of(problem("p", level=1), "right"), answer_of(problem("q"), "wrong")]
-    assert load("compute_scores").grade(answers) == [Grade(2.0, True, "correct"), Grade(-0.5, False, "wrong")]
-    assert calls() == [[["sums", "sums"], ["right", "wrong"], ["2", "2"], [{"level": 1}, {}]]]
 
 
 RESULTS = {

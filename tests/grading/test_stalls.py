@@ -27,8 +27,7 @@ def test_a_stopped_worker_is_named(kind, tmp_path, monkeypatch, caplog):
     (tmp_path / "stalled.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(watch, "stall_after", 0.3)
-    config = GradingConfig(workers=1, deadline=60)
-    is_grader = kind == "grader"
+    config, is_grader = GradingConfig(workers=1, deadline=60), kind == "grader"
     opened = GraderWorkers("stalled:judge", config) if is_grader else ToolPool(["stalled:add"], config)
     with closing(opened) as pool:
         pool.start()
@@ -40,14 +39,14 @@ def test_a_stopped_worker_is_named(kind, tmp_path, monkeypatch, caplog):
             if caplog.messages:
                 os.kill(process, signal.SIGCONT)
 
-        arguments = ["", "", {}, ""] if kind == "grader" else ["add", {"a": 1, "b": 2}]
+        arguments = ["", "", {}, ""] if is_grader else ["add", {"a": 1, "b": 2}]
         keys = pool.submit([arguments], ["p"], [[0]])
-        if kind == "grader":
+        if is_grader:
             assert len(pool.wait(keys, on_wait)) == 1
         else:
             while not pool.poll(0.05):
                 on_wait(0, None)
     [line] = caplog.messages
-    title = "grader 'stalled:judge'" if kind == "grader" else "task.tools"
+    title = "grader 'stalled:judge'" if is_grader else "task.tools"
     assert line.startswith(f"waiting for {title} (process {process}) since ")
     assert "grading.deadline" in line

@@ -1,9 +1,16 @@
 """Fixtures of the comparisons with other packages."""
 
 import importlib
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
+
+
+@pytest.fixture(scope="session")
+def band() -> ModuleType:
+    """Return `bandpo_cli.integrations.trl`."""
+    pytest.importorskip("trl")
+    return importlib.import_module("bandpo_cli.integrations.trl")
 
 
 @pytest.fixture(scope="session")

@@ -23,14 +23,8 @@ END_OF_TURN = {
     None: "glm4moe",
 }
 """The token after an assistant's message, as the models' cards describe the format, and the models."""
-OTHERS = [
-    "<|im_start|>",
-    "<|start_header_id|>",
-    "<start_of_turn>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|START_OF_TURN_TOKEN|>",
-]
+OTHERS = ["<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|user|>", "<|assistant|>"]
+OTHERS += ["<|START_OF_TURN_TOKEN|>"]
 
 
 def template_of(name: str) -> str:

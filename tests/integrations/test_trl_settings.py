@@ -19,13 +19,6 @@ REPEATED = {"num_iterations": 2}
 """Two optimizer steps per batch, so that the ratio differs from 1."""
 
 
-@pytest.fixture(scope="module")
-def band() -> ModuleType:
-    """Return `bandpo_cli.integrations.trl`."""
-    pytest.importorskip("trl")
-    return importlib.import_module("bandpo_cli.integrations.trl")
-
-
 def config(band: ModuleType, folder: Path, **settings: Any) -> Any:
     return trl_config(band.BandGRPOConfig, folder, **settings)
 

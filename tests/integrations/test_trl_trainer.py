@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 UPDATES_PER_BATCH = {"steps_per_generation": 2, "num_iterations": 2}
 """A batch of completions is used for 4 optimizer steps, of half of its completions each."""
-
-
-@pytest.fixture(scope="module")
-def band() -> ModuleType:
-    """Return the module under test."""
-    pytest.importorskip("trl")
-    import bandpo_cli.integrations.trl
-
-    return bandpo_cli.integrations.trl
 
 
 @dataclass

@@ -23,9 +23,8 @@ COMPLETIONS = 12
 ACTOR = {"strategy": "fsdp", "rollout_n": 4, "ppo_micro_batch_size_per_gpu": 1}
 ALL = slice(None)
 
-MODES = {name: name for name in ("token-mean", "seq-mean-token-mean")} | {
-    "seq-sum-norm": "seq-mean-token-sum-norm"
-}
+MODES = {"token-mean": "token-mean", "seq-mean-token-mean": "seq-mean-token-mean"}
+MODES["seq-sum-norm"] = "seq-mean-token-sum-norm"
 """Our aggregations with verl's names; its two sums are compared in a test of their own."""
 
 

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AttentionInterface,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,7 +17,7 @@ from bandpo_cli.models import attention, packing
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.sampling.sampler import SamplingParams, TransformersSampler
-from tests.conftest import SHAPE
+from tests.conftest import random_model
 
 ROWS = [
     Row([1, 2, 3], [[4, 5], [6], [7, 8, 9, 10]]),
@@ -155,12 +148,7 @@ def test_torch_takes_the_arguments_of_varlen_attention():
 @pytest.mark.usefixtures("_layout", "_varlen_on_a_cpu")
 @pytest.mark.parametrize("kind", ["sdpa", "eager", "varlen"])
 def test_sliding_windows_are_applied(kind):
-    torch.manual_seed(0)
-    model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=4, attn_implementation=kind)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(6.0)
+    model = random_model("mistral", sliding_window=4, attn_implementation=kind)
     ours = token_logprobs(model, collate(ROWS, CPU)).logprobs
     torch.testing.assert_close(ours, padded(model, ROWS, 1.0)[0], atol=2e-5, rtol=1e-5)
     model.config.sliding_window = None
@@ -170,8 +158,7 @@ def test_sliding_windows_are_applied(kind):
 
 
 def test_an_output_layer_with_a_bias():
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)).eval()
+    model = random_model("llama", seed=1)
     model.lm_head = torch.nn.Linear(32, 23, bias=True)
     torch.nn.init.normal_(model.lm_head.bias)
     ours, (expected, _) = token_logprobs(model, collate(ROWS, CPU), 0.7).logprobs, padded(model, ROWS, 0.7)

@@ -5,14 +5,13 @@ counts of a rank equal the allocations that torch's profiler records.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.config.layers import resolve
@@ -41,6 +40,7 @@ from bandpo_cli.models.weights import (
 )
 from bandpo_cli.processes.ranks import Ranks
 from tests.conftest import SHAPE, random_model
+from tests.models.allocations import peak_bytes
 
 TOKENS = 96
 MACHINE = Device("this machine", 2**50, 2**50, on_gpu=False)
@@ -288,18 +288,6 @@ def qwen2(words: int, tied: bool, dtype: torch.dtype) -> PreTrainedModel:
         "num_hidden_layers": 4,
     }
     return Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=tied)).to(dtype).eval()
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    """Return the most bytes that a call has allocated at one time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        work()
-    events = [item for item in recorded.profiler.kineto_results.events() if item.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda item: item.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 def train_twice(model: PreTrainedModel) -> None:

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.oracle.completion_losses import LOSSES, Completion
-
 Settings = dict[str, Any]
 """The plain values of a configuration."""
 
@@ -414,10 +412,7 @@ class ReferenceTrainer:
         bounds = self._bounds()
         if bounds["method"] not in LOSSES:
             return [self._token_loss(token, logprob) for token, logprob in zip(tokens, new, strict=True)]
-        old, importance = [t.old_logprob for t in tokens], [t.importance for t in tokens]
-        sampler, chosen = [t.sampler_logprob for t in tokens], [t.is_chosen for t in tokens]
-        completion = Completion(new, old, tokens[0].advantage, wrong_peers, importance, sampler, chosen)
-        losses = LOSSES[bounds["method"]](bounds, completion)
+        losses = LOSSES[bounds["method"]](bounds, tokens, new, wrong_peers)
         (gradient,) = torch.autograd.grad(torch.stack(losses).sum(), new, retain_graph=True)
         for token, slope in zip(tokens, gradient.tolist(), strict=True):
             token.weight = slope / -token.advantage if token.advantage else 0.0
@@ -587,6 +582,42 @@ def mean(values: Sequence[float]) -> float:
 
 def _k3(log_u: float) -> float:
     return math.exp(log_u) - 1 - log_u
+
+
+def powers(scale: float, logprob: torch.Tensor) -> torch.Tensor:
+    """Return `scale`, with the gradient `scale` with respect to the log-prob."""
+    return scale * torch.exp(logprob - logprob.detach())
+
+
+def gapo(bounds: Settings, tokens: list[Token], new: torch.Tensor, wrong_peers: float) -> list[torch.Tensor]:
+    """Return the clipped loss of the mean log-ratio of the kept tokens, once per token."""
+    logs, a = [t.new_logprob - t.old_logprob for t in tokens if t.importance > 0], tokens[0].advantage
+    ratio, low, high = math.exp(math.fsum(logs) / max(1, len(logs))), bounds["eps_low"], bounds["eps_high"]
+    bounded = min(max(ratio, 1 - low), 1 + low + (high - low) * wrong_peers)
+    is_free = ratio * a <= bounded * a
+    return [powers(-ratio * a, logprob) if is_free else 0 * logprob - bounded * a for logprob in new]
+
+
+def vaco(bounds: Settings, tokens: list[Token], new: torch.Tensor, _: float) -> list[torch.Tensor]:
+    gaps = [t.new_logprob - t.sampler_logprob for t in tokens]
+    shifts = [abs(math.exp(gap) - 1) for t, gap in zip(tokens, gaps, strict=True) if t.importance > 0]
+    is_far = math.fsum(shifts) / max(1, len(shifts)) > bounds["delta"]
+    return masked(tokens, new, [not (is_far and tokens[0].advantage * gap > 0) for gap in gaps])
+
+
+def m2po(_: Settings, tokens: list[Token], new: torch.Tensor, __: float) -> list[torch.Tensor]:
+    return masked(tokens, new, [t.is_chosen for t in tokens])
+
+
+def masked(tokens: list[Token], new: torch.Tensor, keeps: Sequence[bool]) -> list[torch.Tensor]:
+    """Return −r·a for the tokens that are kept, 0 for the others."""
+    rows = zip(tokens, new, keeps, strict=True)
+    return [-t.advantage * keep * powers(t.ratio, logprob) for t, logprob, keep in rows]
+
+
+LOSSES = {"gapo": gapo, "vaco": vaco, "m2po": m2po}
+"""Losses of completions by their definitions, one method of each kind: with a ratio of the completion, with one to the
+sampler, and with a choice among all tokens of an update. tests/objective compares all methods with weights by hand."""
 
 
 def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:

@@ -232,7 +232,8 @@ VARIANTS = [
             "objective.aggregation=token-mean", has_tokens_without_ratio),
     Variant("the tokens of the highest entropy by the trainer, penalty, bonus and truncated completions",
             "objective.top_entropy=0.4 objective.reference_kl=0.05 objective.entropy_bonus=0.1 sampling.prompts=8 "
-            "objective.mask_truncated=true optim.micro_batch_tokens=40", masks_completions, exact_sampler=False),
+            "objective.aggregation=seq-sum-norm objective.mask_truncated=true optim.micro_batch_tokens=40",
+            masks_completions, exact_sampler=False),
     Variant("the tokens of the highest entropy, zero-variance groups of another engine",
             f"{KL} objective.top_entropy=0.3 sampling.prompts=8", has_tokens_without_ratio, exact_sampler=False),
     Variant("one update, a warm-up longer than a step", "optim.updates=1 optim.warmup_steps=2",

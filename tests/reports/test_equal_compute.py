@@ -89,10 +89,7 @@ def test_runs_without_the_metric_are_refused(tmp_path, name):
 
 
 def test_a_run_that_reached_a_budget_counts_by_compute_only(tmp_path):
-    for stopped_by, is_counted in {
-        "stop.tokens = 350: x": True,
-        "stop.entropy_below = 0.1: x": False,
-    }.items():
+    for stopped_by, is_counted in (("stop.tokens = 350: x", True), ("stop.entropy_below = 0.1: x", False)):
         folder = write(tmp_path / stopped_by.split()[0])
         summary = {"status": "FINISHED", "stopped_by": stopped_by}
         (folder / "summary.json").write_text(json.dumps(summary))

@@ -2,34 +2,15 @@
 
 import base64
 import re
-from html.parser import HTMLParser
 
 import pytest
 
 from bandpo_cli.reports.run_variants import Selection, VariantRun, select_runs
 from bandpo_cli.reports.write_report import write_report
+from tests.reports.pages import Page
 from tests.reports.sweep_folders import CLIP, report_of, report_on, write_run, write_sweep, write_variant
 
 PLOTS = ["accuracy.png", "entropy.png", "accuracy_entropy.png", "clip_by_probability.png"]
-
-
-class _Page(HTMLParser):
-    """Parser that collects the tags, links and text of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.sources: list[str] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.sources += [value for name, value in attrs if name in ("src", "href", "srcset", "action")]
-        assert not any(name.startswith("on") for name, _ in attrs)
-
-    def handle_data(self, data):
-        self.text += data
 
 
 @pytest.mark.slow
@@ -37,8 +18,8 @@ def test_page_and_markdown_have_the_plots_and_need_no_network(tmp_path):
     sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.4, 1: 0.42}, "kl 0.02": {0: 0.5, 1: 0.53}})
     report = report_of(sweep)
     text = report.files["report.html"].read_text()
-    page = _Page(text)
-    assert not {"script", "link"} & set(page.tags)
+    page = Page(text)
+    assert not {"script", "link"} & set(page.names)
     assert "@import" not in text
     assert "url(" not in text
     plots = [base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in page.sources]
@@ -61,8 +42,8 @@ def test_names_are_escaped_in_html_and_markdown(tmp_path):
     variant = "<script>alert(1)</script> | *a* $x$ [b](c)"
     folder = write_run(tmp_path / "a", CLIP)
     report = write_report(Selection("<b>t</b> & $", None, [VariantRun(variant, 0, folder)]), tmp_path / "out")
-    page = _Page(report.files["report.html"].read_text())
-    assert not {"script", "b"} & set(page.tags)
+    page = Page(report.files["report.html"].read_text())
+    assert not {"script", "b"} & set(page.names)
     assert variant in page.text
     lines = report.files["report.md"].read_text().splitlines()
     row = next(line for line in lines if line.startswith("| \\<script>"))
@@ -72,14 +53,12 @@ def test_names_are_escaped_in_html_and_markdown(tmp_path):
 
 @pytest.mark.usefixtures("without_plots")
 def test_the_last_page_of_tokens_of_each_run_is_linked(tmp_path):
-    runs = [
-        VariantRun("clip", seed, write_run(tmp_path / name, CLIP, seed))
-        for seed, name in ((0, "a=b"), (1, "c"))
-    ]
+    folders = [write_run(tmp_path / name, CLIP, seed) for seed, name in enumerate(("a=b", "c"))]
+    runs = [VariantRun("clip", seed, folder) for seed, folder in enumerate(folders)]
     (runs[0].folder / "view").mkdir()
     for name in ("step-000020.html", "step-000040.html", "step-000020_parts"):
         (runs[0].folder / "view" / name).touch()
-    page = _Page(report_on(runs, tmp_path).files["report.html"].read_text())
+    page = Page(report_on(runs, tmp_path).files["report.html"].read_text())
     assert page.sources == ["../a%3Db/view/step-000040.html"]
     assert "clip, seed 0" in page.text
 

@@ -10,14 +10,7 @@ from scipy.optimize import curve_fit
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import AXES
-from bandpo_cli.reports.saturating_fit import (
-    MAX_WIDTH,
-    MIN_EVALUATIONS,
-    best_fit,
-    fit_caption,
-    fit_curve,
-    fit_variants,
-)
+from bandpo_cli.reports.saturating_fit import MAX_WIDTH, MIN_EVALUATIONS, fit_caption, fit_curve, fit_variants
 from tests.reports.sweep_folders import report_on, write_variant
 
 STEPS = np.arange(0, 210, 10.0)
@@ -32,16 +25,6 @@ def runs_of(midpoint, seeds=4, asymptote=0.6, noise=0.004):
     rng = np.random.default_rng(0)
     curve = np.r_[0.25, saturating_curve(STEPS[1:], 0.25, asymptote, 1.7, midpoint)]
     return curve + noise * rng.standard_normal((seeds, len(curve)))
-
-
-def test_the_parameters_of_the_formula_of_the_paper():
-    """R(C_mid) is half of the gain; the parameters of a curve without noise are found."""
-    compute = np.linspace(0.05, 1, 20)
-    curve = saturating_curve(compute, 0.2, 0.61, 1.92, 0.2542)
-    assert saturating_curve(0.2542, 0.2, 0.61, 1.92, 0.2542) == pytest.approx((0.2 + 0.61) / 2)
-    (a, log_b, log_c_mid), least = best_fit(compute, curve, 0.2)
-    assert [a, np.exp(log_b), np.exp(log_c_mid)] == pytest.approx([0.61, 1.92, 0.2542], rel=1e-4)
-    assert least == pytest.approx(0.0, abs=1e-10)
 
 
 def test_known_parameters_of_a_curve_that_has_bent():

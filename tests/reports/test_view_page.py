@@ -4,7 +4,6 @@ import base64
 import json
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from bandpo_cli.reports.view_page import default_path, open_sources, to_json, wr
 from bandpo_cli.storage.run_folder import EvalFolder, RunFolder
 from bandpo_cli.storage.tables import TokenValues
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
+from tests.reports.pages import Page
 
 HOSTILE = [
     "</script><img src=x onerror=document.title='owned'>",
@@ -75,42 +75,6 @@ def run(tmp_path: Path) -> RunFolder:
     return write_run(tmp_path / "runs", "a", ("p", f"q{HOSTILE[0]}"))
 
 
-class Elements(HTMLParser):
-    """Elements of a page: names, contents of scripts by id, comments, and the text of elements by class."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.names: list[str] = []
-        self.scripts: dict[str | None, str] = {}
-        self.comments: list[str] = []
-        self.tokens: list[str] = []
-        self.title = ""
-        self._path: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.append(tag)
-        self._path.append((tag, dict(attrs)))
-        if self._path[-1][1].get("class") == "tokens":
-            self.tokens.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._path and self._path.pop()[0] != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        tag, attributes = self._path[-1] if self._path else ("", {})
-        if tag == "script":
-            self.scripts[attributes.get("id")] = data
-        elif tag == "title":
-            self.title += data
-        elif any(one.get("class") == "tokens" for _, one in self._path):
-            self.tokens[-1] += data
-
-    def handle_comment(self, data: str) -> None:
-        self.comments.append(data)
-
-
 def decode(column: list[str]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(column[1]), f"<{column[0]}")
 
@@ -120,7 +84,7 @@ def test_the_page_has_the_values_of_the_tables_and_no_markup_of_a_text(run):
     (written,) = write_page(sources, default_path(sources))
     assert written == run.path / "view" / "step-000020.html"
     html = written.read_text()
-    found = Elements(html)
+    found = Page(html)
     assert not {"img", "iframe", "object"} & {*found.names}
     assert found.comments == []
     assert [*found.scripts] == ["data", "part-0", None]
@@ -152,7 +116,7 @@ def test_a_large_page_loads_parts_from_a_folder(run, monkeypatch):
     monkeypatch.setattr(view, "_PART_TOKENS", 10)
     sources = open_sources(["a"], run.path.parent)
     page, *parts = write_page(sources, run.path / "x.html")
-    index = json.loads(Elements(page.read_text()).scripts["data"])
+    index = json.loads(Page(page.read_text()).scripts["data"])
     assert index["files"] == [str(path.relative_to(run.path)) for path in parts]
     assert len(parts) == 2
     read = [path.read_text() for path in parts]
@@ -175,7 +139,7 @@ def test_hostile_completions_are_text_in_a_browser(run, limit, monkeypatch, tmp_
     command = [str(CHROMIUM), *(f"--{flag}" for flag in flags.split()), "--dump-dom"]
     url = f"{page.as_uri()}#order=sampled&token=0.0.1.2"
     done = subprocess.run([*command, url], capture_output=True, check=True, timeout=60)
-    found = Elements(done.stdout.decode())
+    found = Page(done.stdout.decode())
     assert found.title == "a, step 20"
     assert "img" not in found.names
     assert found.names.count("script") == 3, "the data and one part, and the code of the page"

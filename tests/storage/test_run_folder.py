@@ -118,26 +118,6 @@ def test_find_folder_prefers_the_runs_folder_and_gives_every_folder_a_name(tmp_p
     assert find_folder(".", runs, "mark") == tmp_path / "b"
 
 
-def test_find_run_reads_a_step_after_the_at_sign_unless_the_name_has_it(tmp_path):
-    for name in ("a", "a@2"):
-        RunFolder.create(tmp_path, name).write_config("seed: 3\n")
-
-    def found(text):
-        run, step = find_run(text, tmp_path)
-        return run.name, step
-
-    assert found("a") == ("a", None)
-    assert found("a@10") == ("a", 10)
-    assert found("a@2") == ("a@2", None)
-    assert found("a@2@5") == ("a@2", 5)
-    assert find_run("b@10", tmp_path) is None
-    for step in ("x", "", "9" * 5000):
-        with pytest.raises(UserError, match="expected a step after @"):
-            find_run(f"a@{step}", tmp_path)
-    (tmp_path / "a" / "config.json").write_text("{}")
-    assert find_run("a", tmp_path) is None  # the folder of a model
-
-
 def test_commands_name_a_run_in_the_runs_folder_and_give_the_path_of_any_other():
     runs = Path("runs")
     assert shell_command("train --resume", runs / "a", runs) == "bandpo train --resume a"

@@ -75,7 +75,7 @@ def test_a_checkpoint_without_training_state_holds_a_model_and_is_not_complete(f
     assert list(complete_checkpoints(folder).damaged) == [3, 5, 20]
 
 
-def test_environment_has_versions_and_hardware_and_no_secret(monkeypatch):
+def test_environment_has_versions_hardware_and_the_ranks_of_torchrun_and_no_secret(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     command = ["bandpo", "train", "--set", "tracking.uri=https://me:secret@example.org/mlflow"]
     monkeypatch.setattr(sys, "argv", command)
@@ -88,6 +88,11 @@ def test_environment_has_versions_and_hardware_and_no_secret(monkeypatch):
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     assert not names or env["hardware"]["cpu"] == names[0].partition(":")[2].strip()
     assert env["hardware"]["cores"] >= env["hardware"]["usable_cores"] >= 1
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert describe_environment()["ranks"] == 1, "a variable of another program"
+    monkeypatch.setenv("RANK", "0")
+    assert describe_environment()["ranks"] == 4
 
 
 def test_git_state_detects_a_changed_tracked_file(tmp_path):
@@ -151,12 +156,3 @@ def test_available_memory_is_the_least_of_the_machine_and_its_control_groups(tmp
     (job / "memory.max").write_text("90000\n")
     (job / "memory.current").write_text("95000\n")
     assert available_memory(proc, groups) == 0
-
-
-def test_the_number_of_ranks_is_that_of_torchrun(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert describe_environment()["ranks"] == 1
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert describe_environment()["ranks"] == 1, "a variable of another program"
-    monkeypatch.setenv("RANK", "0")
-    assert describe_environment()["ranks"] == 4

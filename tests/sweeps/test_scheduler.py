@@ -291,10 +291,8 @@ def test_stop_interrupts_and_then_kills_the_process_group(tmp_path):
 def test_slots_and_their_ranks_share_cores(slots, cores, ranks, threads):
     expected = [{"OMP_NUM_THREADS": f"{threads}"}] * slots
     assert slot_environments(slots, cores, [], {}, ranks=ranks) == expected
-    assert (
-        slot_environments(slots, cores, [], {"OMP_NUM_THREADS": "7"}, ranks=ranks)[0]["OMP_NUM_THREADS"]
-        == "7"
-    )
+    chosen = {"OMP_NUM_THREADS": "7"}
+    assert slot_environments(slots, cores, [], chosen, ranks=ranks) == [chosen] * slots
 
 
 def test_slots_of_several_ranks_have_disjoint_sets_of_gpus():

@@ -73,11 +73,13 @@ def test_split_does_not_depend_on_other_settings():
     assert fewer == HELDOUT[: len(fewer)]
 
 
-def test_order_is_fixed():
-    # Literal ids: another hash would hold out problems that the bundled model was trained on.
-    first = ["countdown/1 1 4 4=16", "countdown/1 2 2 5=2", "countdown/3 3 3 4=21"]
-    assert [problem.id for problem in HELDOUT[:3]] == first
-    assert (len(COUNTDOWN.train_problems()), len(HELDOUT)) == (9548, 1077)
+def test_the_splits_are_fixed():
+    # Literal ids: another hash would hold out problems that the bundled models were trained on.
+    first = ["countdown/1 1 4 4=16", "countdown/1 2 2 5=2", "calculator/37*69+26", "calculator/17*70+89"]
+    assert [problem.id for problem in (*HELDOUT[:2], *CALCULATOR_HELDOUT[:2])] == first
+    assert (len(COUNTDOWN.train_problems()), len(HELDOUT), len(CALCULATOR_HELDOUT)) == (9548, 1077, 786)
+    ids = {problem.id for problem in CALCULATOR_HELDOUT}
+    assert not ids & {problem.id for problem in CALCULATOR_TRAIN}
 
 
 def test_settings_without_a_heldout_problem_are_rejected():
@@ -97,14 +99,6 @@ def test_every_problem_has_the_value_of_its_expression_as_its_answer():
         assert int(problem.answer) == calculate(expression_of(problem)) > 0
         assert grade_gsm8k_flexible(problem, problem.answer).correct
     assert {operator for problem in problems for operator in "+-" if operator in problem.id} == {"+", "-"}
-
-
-def test_split_of_the_calculator_is_fixed():
-    # Literal ids: another hash would hold out problems that the bundled model was trained on.
-    ids = [problem.id for problem in CALCULATOR_HELDOUT]
-    assert ids[:2] == ["calculator/37*69+26", "calculator/17*70+89"]
-    assert len(ids) == 786
-    assert not {*ids} & {problem.id for problem in CALCULATOR_TRAIN}
 
 
 @pytest.mark.slow

@@ -327,13 +327,13 @@ def test_empty_missing_and_misplaced_sources(tmp_path):
 
 
 def test_levels(tmp_path):
-    levels = ["Level 1", "Level 3", "Level ?", 3, None, "5"]
+    levels = ["Level 1", "Level 3", "Level ?", 3, None, "5", 2.5, 3.0, True]
     rows = [{"problem": f"q{n}", "solution": "\\boxed{1}", "level": level} for n, level in enumerate(levels)]
     path = jsonl(tmp_path / "x.jsonl", rows)
     questions, notes = load_questions(Source(path=path, levels=(3, 5)), "train")
-    assert [(q.prompt, q.extra["level"]) for q in questions] == [("q1", 3), ("q3", 3), ("q5", 5)]
-    assert notes == ["x: 3 problems; dropped: 3 of other levels"]
-    assert len(load_questions(Source(path=path), "train")[0]) == 6
+    assert [(q.prompt, q.extra["level"]) for q in questions] == [("q1", 3), ("q3", 3), ("q5", 5), ("q7", 3)]
+    assert notes == ["x: 4 problems; dropped: 5 of other levels"]
+    assert len(load_questions(Source(path=path), "train")[0]) == 9
     bare = jsonl(tmp_path / "y.jsonl", [{"question": "q", "answer": "1"}])
     assert "task.train.0.fields.level=FIELD" in error_of(Source(path=bare, levels=(3,)))
 

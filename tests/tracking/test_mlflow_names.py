@@ -31,11 +31,6 @@ def test_names_become_legal_and_legal_names_are_unchanged():
         _validate_param_name(legal)
 
 
-def test_only_finite_numbers_are_metrics():
-    record = {"step": 3, "a": 1, "b": math.nan, "c": None, "d": True, "e": "x", "f": -math.inf, "g@1": 2.5}
-    assert finite_metrics(record) == {"a": 1.0, "g_at_1": 2.5}
-
-
 def test_the_charts_of_accuracy_entropy_and_reward_are_first_and_those_of_bins_last_and_in_order():
     """MLflow sorts sections (names up to the last slash) and the charts in them as JavaScript sorts strings."""
     from mlflow.utils.validation import _validate_metric_name
@@ -62,19 +57,22 @@ def test_the_charts_of_accuracy_entropy_and_reward_are_first_and_those_of_bins_l
     assert names["vs_probability/active_fraction_p_0.900_1.000"] == values["clip/active_fraction/p_0.9_1"]
 
 
-def test_bins_with_close_edges_have_different_names_and_the_copy_of_a_missing_metric_is_absent():
-    low, high = "token_share_p_0.000_0.0001", "token_share_p_0.0001_0.0002"
-    bins = {"clip/token_share/p_0_0.0001": 0.25, "clip/token_share/p_0.0001_0.0002": 0.5}
-    assert finite_metrics({**bins, "train/reward": 0.5, "train/entropy": None}) == {
-        f"vs_probability/{low}": 0.25, f"vs_probability/{high}": 0.5, "train/reward": 0.5, "Main/reward": 0.5,
-    }  # fmt: skip
+def test_only_finite_numbers_are_metrics_and_bins_with_close_edges_have_different_names():
+    record = {"step": 3, "a": 1, "b": math.nan, "c": None, "d": True, "e": "x", "f": -math.inf, "g@1": 2.5}
+    bins = {
+        "clip/token_share/p_0_0.0001": 0.25,
+        "clip/token_share/p_0.0001_0.0002": 0.5,
+        "train/entropy": None,
+    }
+    expected = {"token_share_p_0.000_0.0001": 0.25, "token_share_p_0.0001_0.0002": 0.5}
+    assert finite_metrics(record) == {"a": 1.0, "g_at_1": 2.5}
+    assert finite_metrics(bins) == {f"vs_probability/{name}": share for name, share in expected.items()}
 
 
 def test_held_out_metrics_are_first_with_their_means_but_not_those_of_another_evaluation():
     scores = {"eval/a/mean_at_4": 0.25, "eval/b/mean_at_8": 0.75, "eval/a/reward": 0.5, "eval/b/reward": 1.0}
-    assert finite_metrics({"time/step": 1.0, **scores}) == {
-        "time/step": 1.0, **scores, "Main/heldout_accuracy": 0.5, "Main/heldout_reward": 0.75,
-    }  # fmt: skip
+    means = {"Main/heldout_accuracy": 0.5, "Main/heldout_reward": 0.75}
+    assert finite_metrics({"time/step": 1.0, **scores}) == {"time/step": 1.0, **scores, **means}
     assert finite_metrics(scores) == scores
 
 

@@ -42,8 +42,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def run_at(store: Store, folder: RunFolder) -> Any:
-    place = store.place(folder.path)
-    return client_of(store.uri).get_run(run_id_of(place))
+    return client_of(store.uri).get_run(run_id_of(store.place(folder.path)))
 
 
 def run_id_of(place: Place) -> str:
@@ -80,32 +79,24 @@ def sent_nothing(result: SyncResult) -> bool:
 def test_a_run_that_was_never_tracked_is_sent_completely_and_once(store, folder, monkeypatch):
     """Also with more steps than a call has."""
     monkeypatch.setattr(senders, "RECORDS_PER_CALL", 2)
+    config = RunConfig.model_validate({"seed": 3, "tracking": {"parent": "a-sweep"}})
+    folder.write_config(to_yaml(config))
     folder.write_summary({"status": "FAILED", "steps": 2})
     sent = sync_run(store, folder.path)
     assert (sent.metrics.new, sent.metrics.there, sent.files, sent.status) == (9, 0, 5, "FAILED")
     assert history(store, folder) == metrics_of(folder)
     there = run_at(store, folder)
-    assert there.info.run_name == "first"
-    assert there.data.params["seed"] == "3"
-    assert there.data.tags["mlflow.source.git.commit"] == "abc"
+    assert (there.info.run_name, there.data.params) == ("first", flat_params(config.model_dump(mode="json")))
+    tags = run_tags(json.loads((folder.path / "env.json").read_text()), "a-sweep")
+    assert tags.items() <= there.data.tags.items()
+    assert there.data.tags["mlflow.parentRunId"] == "a-sweep"
+    assert there.info.user_id == tags["mlflow.user"]
     top = [file.path for file in client_of(store.uri).list_artifacts(there.info.run_id)]
     assert sorted(top) == ["config.yaml", "env.json", "evals", "metrics.jsonl", "summary.json"]
     again = sync_run(store, folder.path)
     assert sent_nothing(again)
     assert (again.metrics.there, again.files_there) == (9, 5)
     assert history(store, folder) == metrics_of(folder)
-
-
-def test_the_params_and_tags_of_a_run_are_its_settings_and_its_environment(store, folder):
-    config = RunConfig.model_validate({"seed": 3, "tracking": {"parent": "a-sweep"}})
-    folder.write_config(to_yaml(config))
-    sync_run(store, folder.path)
-    synced = run_at(store, folder)
-    assert synced.data.params == flat_params(config.model_dump(mode="json"))
-    tags = run_tags(json.loads((folder.path / "env.json").read_text()), "a-sweep")
-    assert tags.items() <= synced.data.tags.items()
-    assert synced.data.tags["mlflow.parentRunId"] == "a-sweep"
-    assert synced.info.user_id == tags["mlflow.user"]
 
 
 def test_a_repeated_step_is_not_sent_again(store, folder):
@@ -144,19 +135,14 @@ def test_a_run_that_is_being_written_stays_running(store, folder):
     assert run_at(store, folder).info.status == "RUNNING"
 
 
-def set_modified(path: Path, second: float) -> None:
-    os.utime(path, (second, second))
-
-
 def test_times_come_from_the_step_durations_and_the_modification_times(folder):
     """By hand: the last line at 1000 s, so the one before at 998; then its completions were written at 900 s."""
-    set_modified(folder.path / "metrics.jsonl", 1000)
-    set_modified(folder.path / "evals" / "step-000000.json", 5000)  # a later modification time has no effect
+    os.utime(folder.path / "metrics.jsonl", (1000, 1000))
+    os.utime(folder.path / "evals" / "step-000000.json", (5000, 5000))  # a later time has no effect
     assert [*read_stored_run(folder.path).clocks.values()] == [1_000_000, 998_000, 996_000]
-    samples = folder.write_samples(1, [])
-    set_modified(samples, 900)
+    os.utime(folder.write_samples(1, []), (900, 900))
     assert [*read_stored_run(folder.path).clocks.values()] == [1_000_000, 900_000, 898_000]
-    set_modified(folder.path / "config.yaml", 897)
+    os.utime(folder.path / "config.yaml", (897, 897))
     run = read_stored_run(folder.path)
     assert (run.start_ms, run.end_ms) == (896_000, 1_000_000)
 

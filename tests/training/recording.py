@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig, RunConfig
@@ -24,7 +24,7 @@ from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.build import Components, build_components
 from bandpo_cli.training.loop import StepReport, train
 from bandpo_cli.types import Completion, Grade, Problem
-from tests.conftest import SHAPE
+from tests.conftest import random_model
 from tests.sequential_sampler import SequentialSampler
 
 Weights = dict[str, torch.Tensor]
@@ -47,13 +47,7 @@ trains meanwhile."""
 def save_small_model(folder: Path) -> Path:
     """Write a random model of 2 layers with the tokenizer of the bundled model."""
     embedded = load_policy(ModelConfig())
-    torch.manual_seed(0)
-    shape = {**SHAPE, "vocab_size": len(embedded.tokenizer)}
-    model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(6.0)  # distributions far from uniform
+    model = random_model(vocab_size=len(embedded.tokenizer), eos_token_id=1, pad_token_id=0)
     save_policy(replace(embedded, model=model), folder)
     return folder
 

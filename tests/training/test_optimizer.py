@@ -7,40 +7,16 @@ import pytest
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bandpo_cli.config.batch_and_sampling import OptimConfig
 from bandpo_cli.training import optimizer as optimizer_module
 from bandpo_cli.training.optimizer import FUSED_DEVICES, NonFiniteError, Optimizer
 from tests.conftest import random_model
+from tests.models.allocations import peak_bytes
 
 CONFIG = OptimConfig(
     lr=1e-2, warmup_steps=0, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6, max_grad_norm=None
 )
-
-
-class NewBytes(TorchDispatchMode):
-    """Sum the bytes of all tensors that operations create."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args)}
-        results = function(*args, **(kwargs or {}))
-        for item in _tensors(results):
-            if item.untyped_storage().data_ptr() not in before:
-                self.total += item.untyped_storage().nbytes()
-        return results
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, list | tuple):
-        return [tensor for value in values for tensor in _tensors(value)]
-    return []
 
 
 def with_gradients(
@@ -111,9 +87,7 @@ def test_an_update_allocates_no_copy_of_the_parameters(dtype):
     optimizer.step()  # allocates the moments
     optimizer.zero_grad()
     with_gradients(model, 2)
-    with NewBytes() as created:
-        optimizer.step()
-    assert created.total < 0.02 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert peak_bytes(optimizer.step) < 0.02 * 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_gradients_of_micro_batches_add_up_in_float32_without_a_copy():

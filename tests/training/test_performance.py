@@ -48,20 +48,19 @@ def policy() -> Any:
     return load_policy(ModelConfig())
 
 
-def test_padding_counts_the_positions_beyond_each_sequence(policy):
-    """A row with two completions and one with one: two blocks, so no padding; two rows of 44 and 41 share one."""
+@pytest.mark.parametrize(
+    ("rows", "positions", "padding"),
+    [
+        (ROWS, 44 + 37, 0),  # a row with two completions and one with one: two blocks
+        ([ROWS[0], Row([1] * 30, [[2] * 5, [3] * 6])], 2 * 44, 3),  # rows of 44 and 41 tokens share a block
+        # A row of more than 512 tokens is computed as one sequence per completion: 300 + 200 and 300 + 150 tokens.
+        ([Row([1] * 300, [[2] * 200, [3] * 150])], 2 * 500, 50),
+    ],
+)
+def test_padding_counts_the_positions_beyond_each_sequence(policy, rows, positions, padding):
     with PackedWork(policy.model).counted() as work, torch.no_grad():
-        token_logprobs(policy.model, collate(ROWS, policy.device))
-        assert (work.positions, work.padding) == (44 + 37, 0)
-        token_logprobs(policy.model, collate([ROWS[0], Row([1] * 30, [[2] * 5, [3] * 6])], policy.device))
-        assert (work.positions, work.padding) == (81 + 2 * 44, 3)
-
-
-def test_copies_of_a_long_prompt_are_no_padding(policy):
-    """A row of more than 512 tokens is computed as one sequence per completion: 300 + 200 and 300 + 150 tokens."""
-    with PackedWork(policy.model).counted() as work, torch.no_grad():
-        token_logprobs(policy.model, collate([Row([1] * 300, [[2] * 200, [3] * 150])], policy.device))
-    assert (work.positions, work.padding) == (2 * 500, 50)
+        token_logprobs(policy.model, collate(rows, policy.device))
+    assert (work.positions, work.padding) == (positions, padding)
 
 
 def test_model_flops_are_those_of_the_matrix_products(policy):

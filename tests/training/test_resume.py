@@ -218,15 +218,6 @@ def test_settings_without_effect_change_no_number(tmp_path):
     assert not (two.path / "token_values").exists()
 
 
-def test_resume_with_other_problems_is_refused(tmp_path):
-    config = resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}])
-    folder = run(config, RunFolder.create(tmp_path, "a"))
-    components = build_components(config, build_task(resolve([SMALL, {"task": {"max_target": 50}}]).task))
-    with pytest.raises(UserError, match="trained on other problems"):
-        components.resume_from(folder.checkpoint_dir(1))
-    components.close()
-
-
 @pytest.mark.slow
 def test_a_fork_whose_data_have_changed_is_refused_and_leaves_no_folder(tmp_path):
     same: dict[str, Any] = {"tracking": {"mlflow": False}, "evaluation": {"every": 0}}

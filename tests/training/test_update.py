@@ -10,7 +10,6 @@ from bandpo_cli.config.batch_and_sampling import OptimConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.methods.loss import policy_loss
 from bandpo_cli.objective.advantages import group_advantages
-from bandpo_cli.objective.policy_objective import AGGREGATIONS
 from bandpo_cli.training.metrics import clip_map_columns, token_metrics, update_metrics
 from bandpo_cli.training.optimizer import Optimizer, lr_factor
 from bandpo_cli.training.update import update_policy
@@ -27,17 +26,33 @@ from tests.training.small_updates import (
 )
 
 
-def test_a_batch_without_reward_spread_changes_nothing():
-    policy = policy_of()
-    groups = graded_groups(policy)
-    flat = group_advantages(torch.ones(4, 4))
-    experience = experience_of(policy, groups, flat, band_loss(), CONFIG)
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_batch_without_an_advantage_or_with_masked_completions_alone_changes_nothing(masks):
+    """Of masked completions neither penalty nor bonus counts, which need no advantage."""
+    terms = {"mask_truncated": True, "reference_kl": 0.5, "entropy_bonus": 0.1} if masks else {}
+    policy, config = policy_of(), config_of(objective=terms)
+    groups = with_end(graded_groups(policy), "length" if masks else "stop")
+    advantages = torch.linspace(-1, 2, 16).reshape(4, 4) if masks else group_advantages(torch.ones(4, 4))
+    loss = policy_loss(config.bounds, config.objective)
+    experience = experience_of(policy, groups, advantages, loss, config, reference=policy_of(seed=1))
     before = weights_of(policy)
-    metrics = update_metrics(
-        update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], CONFIG)
-    )
+    updates = update_policy(policy, Optimizer(policy.model, OptimConfig(), 1), [experience], config)
     assert torch.equal(weights_of(policy), before)
-    assert metrics["optim/grad_norm"] == 0.0
+    assert update_metrics(updates)["optim/grad_norm"] == 0.0
+
+
+def with_end(groups: list[Group], reason: str) -> list[Group]:
+    """Return the groups with another reason for the end of their completions."""
+    return [
+        replace(
+            group,
+            rollouts_G=tuple(
+                replace(rollout, completion=replace(rollout.completion, finish_reason=reason))
+                for rollout in group.rollouts_G
+            ),
+        )
+        for group in groups
+    ]
 
 
 @pytest.mark.parametrize(("method", "rule"), [("clip", "token-mask"), ("gmpo", "sequence-mask-any")])
@@ -94,41 +109,6 @@ def test_updates_of_the_shortest_batches(aggregation, token_ids):
     better = before.advantages == before.advantages.max()
     if len(set(token_ids)) > 1:
         assert (after.old_logprobs - before.old_logprobs)[better].sum() > 0
-
-
-def ending(groups: list[Group], *reasons: str) -> list[Group]:
-    """Return the groups with other reasons for the end of their completions."""
-    return [
-        replace(
-            group,
-            rollouts_G=tuple(
-                replace(rollout, completion=replace(rollout.completion, finish_reason=reason))
-                for rollout, reason in zip(group.rollouts_G, reasons, strict=True)
-            ),
-        )
-        for group in groups
-    ]
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_masked_completions_have_no_loss_and_do_not_count_in_its_normalisation(aggregation):
-    """The update is that of the other completions alone; penalty and bonus, which need no advantage, too."""
-    objective = {"aggregation": aggregation, "reference_kl": 0.5, "entropy_bonus": 0.1}
-    objective |= {"mask_truncated": True}
-    config = config_of(objective=objective, optim={"max_grad_norm": None, "micro_batch_tokens": 20})
-    loss, advantages = policy_loss(config.bounds, config.objective), torch.linspace(-1, 2, 16).reshape(4, 4)
-    groups = ending(graded_groups(policy_of()), "length", "stop", "stop", "stop")
-    others = [replace(group, rollouts_G=group.rollouts_G[1:]) for group in groups]
-    outcomes = []
-    for completions, values in ((groups, advantages), (others, advantages[:, 1:])):
-        policy = policy_of()
-        experience = experience_of(policy, completions, values, loss, config, reference=policy_of(seed=1))
-        updates = update_policy(policy, Optimizer(policy.model, config.optim, 1), [experience], config)
-        outcomes.append((updates.forwards[0].loss, updates.grad_norms[0], weights_of(policy)))
-    assert outcomes[0][1] > 1e-3
-    torch.testing.assert_close(outcomes[0], outcomes[1], atol=1e-6, rtol=1e-5)
-    truncated = experience_of(policy, ending(groups, *["length"] * 4), advantages, loss, config)
-    assert not truncated.loss_weights(aggregation, 6).any()
 
 
 def test_a_completion_without_tokens_is_refused():

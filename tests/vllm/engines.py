@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
+from tests.conftest import random_model
 
 SHAPE = {
     "vocab_size": 150, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -43,19 +44,10 @@ class Running:
 
 def random_policy(kind: str) -> Policy:
     """Return a policy with random weights, far from uniform: tied in float32 (Qwen2), or untied in bfloat16 (Llama)."""
-    torch.manual_seed(3)
-    model: PreTrainedModel = (
-        LlamaForCausalLM(LlamaConfig(**SHAPE))
-        if kind == "llama"
-        else Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(2.5)
+    model = random_model(kind, 3, 2.5, **SHAPE)
     no_tokenizer: Any = None  # tokens in, tokens out
     dtype = torch.bfloat16 if kind == "llama" else torch.float32
-    return Policy(model.eval().to(dtype), no_tokenizer, (2, 3), 0)
+    return Policy(model.to(dtype), no_tokenizer, (2, 3), 0)
 
 
 def perturb(model: PreTrainedModel) -> None:
