@@ -18,7 +18,6 @@ losses are written with methods of tensors, and torch is imported for type check
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
@@ -72,10 +71,10 @@ class LossBatch:
         return log_ratio(logprobs, self.old_logprobs).exp()
 
 
-class PolicyLoss(ABC):
-    """The policy loss of a method, built from the method's settings and `objective`; see `policy_loss`.
+class PolicyLoss:
+    """The policy loss that the settings of a method define, with `objective`; see `policy_loss`.
 
-    A user names a subclass as `bounds.method: module:Class`; see CONTRIBUTING.md.
+    A subclass that a user names as `bounds.method: module:Class` defines it itself; see CONTRIBUTING.md.
     """
 
     settings: MethodSettings
@@ -92,21 +91,26 @@ class PolicyLoss(ABC):
     def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
         self.settings, self.objective = settings, objective
         self.options = getattr(settings, "options", None)
+        self.needs_all_tokens |= settings.needs_all_tokens
+        self.needs_sampler |= settings.needs_sampler
+        self.adapts |= settings.adapts
+        if isinstance(settings, IntervalSettings):
+            self.interval = settings.ends
 
-    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor, *sampler_logprobs: Tensor) -> Columns:
         """Return the values per token that depend on π_old alone, [N] each, without gradient.
 
         Called with all tokens of an update, and also with those of a micro-batch unless `needs_all_tokens` is set.
         """
-        return {}
+        return self.settings.prepare(old_logprobs, advantages, *sampler_logprobs)
 
     def adapt(self, batch: LossBatch, logprobs: Tensor) -> Columns:
         """Return columns, [N] each, from all tokens of the update and log π before it; called if `adapts` is set."""
         return self.settings.adapt(batch, logprobs)
 
-    @abstractmethod
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         """Return the loss of each token of a micro-batch, [n], before it is weighted, from log π with gradient, [n]."""
+        return self.settings.token_losses(logprobs, batch)
 
     def clip_state(
         self, columns: Columns, ratios: Tensor, advantages: Tensor, gradient_weights: Tensor
@@ -123,7 +127,7 @@ def policy_loss(settings: MethodSettings, objective: ObjectiveConfig) -> PolicyL
     if loss := METHODS[settings.method].loss:
         return cast(PolicyLoss, load_attribute(loss)(settings, objective))
     is_interval = type(settings).token_losses is MethodSettings.token_losses
-    return (IntervalLoss if is_interval else MethodLoss)(settings, objective)
+    return (IntervalLoss if is_interval else PolicyLoss)(settings, objective)
 
 
 class IntervalLoss(PolicyLoss):
@@ -137,7 +141,7 @@ class IntervalLoss(PolicyLoss):
     `loss_type` "grpo", "bnpo" and "dapo" (no dual clip), for the methods clip and clip-higher.
     """
 
-    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor, *_: Tensor) -> Columns:
         """Return the bounds of the ratio, `lower` and `upper`, 0 ≤ lower ≤ 1 ≤ upper; upper may be inf."""
         return self.settings.ratio_bounds()(old_logprobs)._asdict()
 
@@ -154,22 +158,6 @@ class IntervalLoss(PolicyLoss):
     ) -> ClipState:
         """Return the tokens that a bound clips, dual clip apart, and those outside the bounds."""
         return clip_state(ratios, columns["lower"], columns["upper"], advantages)
-
-
-class MethodLoss(PolicyLoss):
-    """The loss that a method defines beside its settings."""
-
-    def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
-        super().__init__(settings, objective)
-        self.needs_all_tokens, self.needs_sampler = settings.needs_all_tokens, settings.needs_sampler
-        self.adapts = settings.adapts
-        self.interval = settings.ends if isinstance(settings, IntervalSettings) else None
-
-    def prepare(self, old_logprobs: Tensor, advantages: Tensor, *sampler_logprobs: Tensor) -> Columns:
-        return self.settings.prepare(old_logprobs, advantages, *sampler_logprobs)
-
-    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        return self.settings.token_losses(logprobs, batch)
 
 
 def clipped_losses(ratios: Tensor, advantages: Tensor, lower: Bound, upper: Bound) -> Tensor:

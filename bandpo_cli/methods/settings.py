@@ -114,7 +114,7 @@ class MethodSettings(TaggedSection):
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         """Return the loss of each token, [n]; see `PolicyLoss.token_losses`."""
-        raise NotImplementedError("the loss of an interval of ratios is `IntervalLoss`")
+        raise NotImplementedError("the class defines no token_losses(logprobs, batch)")
 
 
 class CustomSettings(MethodSettings):
