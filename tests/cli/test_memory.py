@@ -20,8 +20,14 @@ from bandpo_cli.cli.preview import print_memory
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.run import LoraSettings, RunConfig
 from bandpo_cli.errors import RunError, UserError, system_error_message
-from bandpo_cli.experiments.memory_check import GIB, memory_report, memory_savings, out_of_memory_errors
-from bandpo_cli.models.memory_estimate import SLEEPING_ENGINE_BYTES, Device, MemoryEstimate, estimate_memory
+from bandpo_cli.experiments.memory_check import memory_report, memory_savings, out_of_memory_errors
+from bandpo_cli.models.memory_estimate import (
+    GIB,
+    SLEEPING_ENGINE_BYTES,
+    Device,
+    MemoryEstimate,
+    estimate_memory,
+)
 from bandpo_cli.sampling.engine_server import portable_error
 from tests.cli import train_runs
 from tests.commands import run_bandpo

@@ -16,11 +16,11 @@ from bandpo_cli.config.layers import read_layer, resolve, to_yaml, with_values
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import evaluate, resume, train
-from bandpo_cli.experiments.memory_check import GIB, memory_report, memory_savings
+from bandpo_cli.experiments.memory_check import memory_report, memory_savings
 from bandpo_cli.exports.verl_settings import overrides_of
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import load_policy
-from bandpo_cli.models.memory_estimate import Device, estimate_memory
+from bandpo_cli.models.memory_estimate import GIB, Device, estimate_memory
 from bandpo_cli.results import changed_settings
 from bandpo_cli.sweeps.estimate import seconds_from_earlier_runs
 from tests.conftest import output_of

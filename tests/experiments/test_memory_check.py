@@ -23,10 +23,10 @@ from bandpo_cli.config.layers import flatten, read_assignments, read_layer, reso
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import memory_check, resume, train
-from bandpo_cli.experiments.memory_check import GIB, check_memory, memory_of_task, memory_report
+from bandpo_cli.experiments.memory_check import check_memory, memory_of_task, memory_report
 from bandpo_cli.experiments.resume_and_fork import CHANGEABLE_SETTINGS
 from bandpo_cli.experiments.run import load_components
-from bandpo_cli.models.memory_estimate import SLEEPING_ENGINE_BYTES, Device, estimate_memory
+from bandpo_cli.models.memory_estimate import GIB, SLEEPING_ENGINE_BYTES, Device, estimate_memory
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.tasks.task import build_task
 from tests.config.shapes import config_on_disk
