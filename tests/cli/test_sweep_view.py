@@ -4,8 +4,8 @@ import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from bandpo_cli.cli.console import Console
 from bandpo_cli.cli.sweep import SweepView
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import SignalExit
