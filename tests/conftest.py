@@ -33,15 +33,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 settings.register_profile("default", deadline=None, max_examples=40)
 settings.register_profile("thorough", deadline=None, max_examples=100)
 
-SHAPE = {
-    "vocab_size": 23,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+SHAPE = {"vocab_size": 23, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 128}
+SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def output_of(show: Callable[..., object], *arguments: object, width: int = 100) -> str:

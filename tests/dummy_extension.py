@@ -1,6 +1,6 @@
 """One dummy entry in each registry. A process imports this module before it runs the command line."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from bandpo_cli.bounds.band import Divergence
@@ -44,25 +44,19 @@ DIVERGENCE = Divergence(f_dummy)
 
 def dummy_sampler(config: SamplingConfig, policy: Any) -> Any:
     """Return an engine with the same completions for every prompt: "4" and "5" in turn."""
-    from bandpo_cli.sampling.sampler import Sampler  # imports torch
+    from tests.sequential_sampler import SequentialSampler  # imports torch
 
     tokenizer = policy.tokenizer
     answers = [(*tokenizer.encode(text), tokenizer.eos_token_id) for text in ("4", "5")]
 
-    class DummySampler(Sampler):
+    class DummySampler(SequentialSampler):
         shares_weights = True
         version = 0
 
-        def sample_stream(self, requests: Iterable[Any], params: Any, in_order: bool = True) -> Any:
+        def sample(self, prompts_P: Any, params: Any, seed: int) -> list[list[Completion]]:
             group = [answers[index % 2] for index in range(params.samples)]
-            for number, request in enumerate(filter(None, requests)):
-                yield (
-                    number,
-                    [
-                        [Completion(ids, (-1.0,) * len(ids), "stop", self.version) for ids in group]
-                        for _ in request.prompts_P
-                    ],
-                )
+            completions = [Completion(ids, (-1.0,) * len(ids), "stop", self.version) for ids in group]
+            return [completions for _ in prompts_P]
 
         def sync(self, model: Any, version: int) -> None:
             self.version = version

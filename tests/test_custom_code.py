@@ -67,15 +67,9 @@ def test_copies_are_kept_and_compared(folders):
     Path("graders.py").write_text("def judge(): ...\n")
     Path("package").mkdir()
     Path("package/__init__.py").write_text("")
-    settings = json.dumps(
-        {
-            "bounds": {
-                "method": "module_in_folders:place",
-                "options": {"text": "Answer: 3", "name": "package:f"},
-            },
-            "task": {"rewards": [{"grader": "trl:graders:judge"}, {"grader": "json:loads"}]},
-        }
-    )
+    bounds = {"method": "module_in_folders:place", "options": {"text": "Answer: 3", "name": "package:f"}}
+    rewards = [{"grader": "trl:graders:judge"}, {"grader": "json:loads"}]
+    settings = json.dumps({"bounds": bounds, "task": {"rewards": rewards}})
     keep_code(settings, run)
     assert sorted(path.name for path in run.iterdir()) == ["graders.py", "module_in_folders.py"]
     assert changed_code(settings, run) == []

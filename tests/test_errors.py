@@ -56,7 +56,7 @@ def test_a_failure_after_the_end_is_a_warning(caplog):
         raise OSError(errno.ENOSPC, "full", "/x")
     with warn_on_failure("the engine could not be closed"):
         raise RuntimeError("first line\nsecond line")
-    assert [record.getMessage() for record in caplog.records] == [
+    assert caplog.messages == [
         "the file cannot be written: /x: no space is left on the disk; free some, then continue",
         "the engine could not be closed: RuntimeError: first line",
     ]
@@ -74,5 +74,4 @@ def test_closing_never_replaces_the_error_of_the_body(caplog):
         pass
     with pytest.raises(ValueError, match="the error"), closed_at_end("an engine", close):
         raise ValueError("the error")
-    warnings = [record.getMessage() for record in caplog.records]
-    assert warnings == 2 * ["an engine could not be closed: RuntimeError: no"]
+    assert caplog.messages == 2 * ["an engine could not be closed: RuntimeError: no"]

@@ -55,10 +55,8 @@ def test_what_is_not_needed_is_not_imported(place, case):
     """An evaluation of a small file ends without a garbage collection, which would take longer than its work."""
     command, *words = case.split()
     code = f"sys.argv[1:] = {words!r}\nfrom bandpo_cli.__main__ import main\nmain()"
-    done = subprocess.run(
-        [sys.executable, "-c", AT_EXIT + (code if command == "bandpo" else case)],
-        cwd=place, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    words_of_python = [sys.executable, "-c", AT_EXIT + (code if command == "bandpo" else case)]
+    done = subprocess.run(words_of_python, cwd=place, capture_output=True, text=True, check=True)
     frozen, *imported = done.stdout.splitlines()[-1].split()
     assert [name for name in imported if name.startswith((*CASES[case].split(),))] == []
     assert words[:1] != ["eval"] or int(frozen) > 100_000

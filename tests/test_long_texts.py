@@ -126,9 +126,6 @@ def print_slow_calls(step: int) -> None:
     print("END", flush=True)
 
 
-ROOT = Path(__file__).parents[1]
-
-
 LONG_TEXTS = st.builds(
     lambda pieces, length, end: "".join(pieces) * (length // len("".join(pieces))) + end,
     st.lists(st.sampled_from(PIECES), min_size=1, max_size=4),
@@ -136,21 +133,20 @@ LONG_TEXTS = st.builds(
     st.sampled_from(["", "Answer: 5", "\\boxed{5}", "}", "\n#### 5"]),
 )
 VERDICTS = {"correct", "wrong", "malformed", "wrong-numbers", "wrong-value"}
-long_text_settings = settings(deadline=None, max_examples=25)
 
 
 @pytest.mark.slow
 def test_texts_of_many_shapes_take_linear_time():
     command = [sys.executable, "-m", "tests.test_long_texts", "24"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert lines[-1:] == ["END"], f"used up its CPU time or failed after: {lines[-1:]} {done.stderr[-500:]}"
     assert [line for line in lines if line.startswith("SLOW")] == []
 
 
-@long_text_settings
+@settings(deadline=None, max_examples=25)
 @given(LONG_TEXTS)
-def test_every_long_completion_gets_a_verdict_and_a_short_vote(text):
+def test_every_long_text_gets_a_verdict_and_a_short_vote_also_as_a_reference(text):
     grade_or_pair = grade_math(Problem("p", "", "5", "t", "math"), text)
     if not isinstance(grade_or_pair, Grade):
         assert max(map(len, grade_or_pair)) <= MAX_ANSWER_CHARS
@@ -161,15 +157,8 @@ def test_every_long_completion_gets_a_verdict_and_a_short_vote(text):
     assert {grade.verdict for grade in grades} <= VERDICTS
     for vote in (vote_expression, vote_number, vote_countdown):
         assert len(vote(text) or "") <= 6 * MAX_ANSWER_CHARS
-
-
-@long_text_settings
-@given(LONG_TEXTS)
-def test_any_long_reference_is_an_answer_or_none(text):
-    answer = as_answer(text)
-    assert answer is None or answer
-    problem = Problem("p", "", text, "t", "math")
-    assert isinstance(grade_math(problem, "Answer: 5"), Grade | tuple)
+    assert as_answer(text) != ""
+    assert isinstance(grade_math(Problem("p", "", text, "t", "math"), "Answer: 5"), Grade | tuple)
 
 
 def test_compatibility_form_of_up_to_thirty_marks_is_nfkc():

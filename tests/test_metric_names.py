@@ -14,18 +14,15 @@ from scripts.compare_checkouts.compare import CLOCK_KEYS, without_keys
 
 
 def test_times_and_performance_are_left_out_and_nothing_else():
-    record = {
-        "step": 1,
-        "time/step": 2.0,
-        "perf/padding_fraction": 0.1,
-        "train/time/x": 3.0,
-        "performance": 4.0,
-    }
     kept = {"step": 1, "train/time/x": 3.0, "performance": 4.0}
+    record = {"time/step": 2.0, **kept, "perf/padding_fraction": 0.1}
     assert without_clock(record) == kept
     assert [key for key in record if is_clock_metric(key)] == ["time/step", "perf/padding_fraction"]
     assert without_keys(record, list(CLOCK_KEYS)) == kept, "make compare has the same rule"
     assert set(CLOCK_PREFIXES) == {"time/", "perf/"}
+
+
+SETS = {"eval/a/mean_at_4": 0.25, "eval/a/reward": 0.25, "eval/b/c/mean_at_n": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -40,24 +37,8 @@ def test_times_and_performance_are_left_out_and_nothing_else():
         ({"train/reward": 2 / 3, "train/accuracy": 0.4, "grade/not_applicable_fraction": 0.4}, False),
         ({"train/reward": 0.059, "train/accuracy": 0.0}, True),
         ({"train/reward": -0.4, "train/accuracy": 0.3}, True),  # rewards of 1 and -1
-        (
-            {
-                "eval/a/mean_at_4": 0.25,
-                "eval/a/reward": 0.25,
-                "eval/b/c/mean_at_n": 0.5,
-                "eval/b/c/reward": 0.5,
-            },
-            False,
-        ),
-        (
-            {
-                "eval/a/mean_at_4": 0.25,
-                "eval/a/reward": 0.25,
-                "eval/b/c/mean_at_n": 0.5,
-                "eval/b/c/reward": 0.6,
-            },
-            True,
-        ),
+        ({**SETS, "eval/b/c/reward": 0.5}, False),
+        ({**SETS, "eval/b/c/reward": 0.6}, True),
     ],
 )
 def test_records_with_rewards_other_than_0_and_1(record, nonbinary):
@@ -72,8 +53,6 @@ def test_the_score_of_an_evaluation_is_its_reward_or_in_runs_of_verl_its_accurac
 
 
 def test_seeds_differ_by_run_purpose_and_step():
-    seeds = {
-        derive_seed(seed, purpose, step) for seed in range(5) for purpose in ("a", "b") for step in range(50)
-    }
+    seeds = {derive_seed(seed, purpose, step) for seed in range(5) for purpose in "ab" for step in range(50)}
     assert len(seeds) == 500
     assert all(0 <= seed < 2**63 for seed in seeds)

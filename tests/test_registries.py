@@ -33,16 +33,7 @@ from bandpo_cli.registries import (
 from tests.cli.eval_command import succeed
 
 ROOT = Path(__file__).parents[1]
-REGISTRIES: list[Registry[Entry]] = [
-    METHODS,
-    DIVERGENCES,
-    ADVANTAGES,
-    ENGINES,
-    DATASETS,
-    GRADERS,
-    SIGNATURES,
-    TASKS,
-]
+REGISTRIES = [METHODS, DIVERGENCES, ADVANTAGES, ENGINES, DATASETS, GRADERS, SIGNATURES, TASKS]
 
 
 @pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.kind)
@@ -103,10 +94,7 @@ def test_a_custom_function_is_imported_from_the_current_folder(tmp_path, monkeyp
         ("registries_custom:doubl", r"has no function 'doubl' \(did you mean 'double'\?\)"),
         ("registries_custom:number", "has no function 'number'"),
         ("registries_no_module:f", "importing 'registries_no_module' failed"),
-        (
-            "registries_exits:f",
-            r"importing 'registries_exits' failed: SystemExit: 3 \(registries_exits.py:1\)",
-        ),
+        ("registries_exits:f", r"'registries_exits' failed: SystemExit: 3 \(registries_exits.py:1\)"),
     ):
         with pytest.raises(ValueError, match=message):
             load_function(name)
@@ -129,13 +117,8 @@ BOUNDS = [
 @pytest.fixture(scope="module")
 def outputs() -> dict[str, str]:
     """The output of each command in a process that registers the dummy entries before it imports the commands."""
-    code = (
-        "import sys, tests.dummy_extension\n"
-        "from bandpo_cli.__main__ import app\n"
-        "for command in sys.argv[1:]:\n"
-        "    print(end='\\f', flush=True)\n"
-        "    app(command.split(), standalone_mode=False)\n"
-    )
+    code = "import sys, tests.dummy_extension\nfrom bandpo_cli.__main__ import app\nfor command in sys.argv[1:]:\n"
+    code += "    print(end='\\f', flush=True)\n    app(command.split(), standalone_mode=False)\n"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb"}
     words = [sys.executable, "-c", code, *HELPS, *BOUNDS]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
@@ -212,14 +195,10 @@ def test_a_run_has_registered_entries_of_every_kind(tmp_path, monkeypatch):
 
     corpus = ["1 + 3 = 4", "2 + 2 = 4"]
     model = str(save_text_model(tmp_path / "model", corpus, 300, layers=1, hidden=64))
-    small = ["sampling.prompts=2", "sampling.samples=4", "optim.updates=1"]
-    small += ["evaluation.samples=4", "evaluation.k=[4]"]
-    options = [part for setting in small for part in ("--set", setting)]
-    succeed(
-        *("train", "--method", "dummy", "--sampler", "dummy", "--task", "dummy", "--model", model),
-        *("--steps", "1", "--name", "run", "--no-mlflow", *options),
-        cwd=tmp_path,
-    )
+    small = "sampling.prompts=2 sampling.samples=4 optim.updates=1 evaluation.samples=4 evaluation.k=[4]"
+    options = [part for setting in small.split() for part in ("--set", setting)]
+    words = "train --method dummy --sampler dummy --task dummy --steps 1 --name run --no-mlflow --model"
+    succeed(*words.split(), model, *options, cwd=tmp_path)
     (step,) = map(json.loads, (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()[-1:])
     assert (step["step"], step["train/accuracy"], step["eval/dummy/mean_at_4"]) == (1, 0.5, 0.5)
     assert "method: dummy\n  width: 0.1" in (tmp_path / "runs" / "run" / "config.yaml").read_text()

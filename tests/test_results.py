@@ -47,7 +47,6 @@ def test_runs_and_metrics(runs_dir):
 
 
 def test_the_example_of_the_docs_reads_every_table(runs_dir, tmp_path, monkeypatch, capsys):
-    """The page uses a run of 16 completions per problem; the names of the columns are the same."""
     page = (Path(__file__).resolve().parents[1] / "docs" / "python_api.md").read_text()
     code = next(block for block in page.split("```python\n") if "results.tokens" in block).partition("```")[0]
     (tmp_path / "runs").mkdir()

@@ -17,7 +17,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-
 THINKING = TEMPLATE.replace(
     "assistant\n",
     "assistant\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}",
@@ -61,20 +60,13 @@ def save_text_model(
     hidden: int = 128,
     seed: int = 0,
 ) -> Path:
-    """Write a Qwen2 folder with a byte-level BPE tokenizer trained on `corpus`; return the folder.
-
-    Attention heads have 64 dimensions, as those of common models.
-    """
+    """Write a Qwen2 folder with a byte-level BPE tokenizer trained on `corpus` and heads of 64 dimensions."""
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
     special = ["<|endoftext|>", "<|im_start|>", END]
-    trainer = BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=special,
-        initial_alphabet=ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    options = {"initial_alphabet": ByteLevel.alphabet(), "show_progress": False}
+    trainer = BpeTrainer(vocab_size=vocabulary, special_tokens=special, **options)
     backend.train_from_iterator(corpus, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=special[0])
     tokenizer.chat_template = TEMPLATE
@@ -91,7 +83,6 @@ def save_text_model(
         eos_token_id=backend.token_to_id(END),
         pad_token_id=0,
     )
-    model = Qwen2ForCausalLM(config)
-    model.save_pretrained(folder)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

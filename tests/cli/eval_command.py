@@ -14,16 +14,14 @@ from unittest import mock
 import pandas as pd
 
 from bandpo_cli.__main__ import main
+from tests.cli.train_runs import sets
 from tests.commands import Forked
 
-SMALL = [
-    "--set", "task.max_number=5",
-    "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
-    "--set", "evaluation.problems=6", "--set", "evaluation.samples=8", "--set", "evaluation.k=[1,4]",
-    "--set", "evaluation.batch=16",
-]  # fmt: skip
+SMALL = sets(
+    "task.max_number=5 sampling.prompts=4 sampling.samples=4 optim.updates=2 "
+    "evaluation.problems=6 evaluation.samples=8 evaluation.k=[1,4] evaluation.batch=16"
+)
 """Three batches of two problems, eight completions each."""
-
 
 _WITHOUT_TORCH = """
 import contextlib, io, json, os, sys
@@ -101,14 +99,10 @@ def start(place: Path, *arguments: str) -> Forked:
 
 def without_torch(cases: Sequence[tuple[Path, Sequence[str]]]) -> list[Done]:
     """Run commands, each in its folder, in one other interpreter that cannot import torch, transformers and mlflow."""
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_TORCH],
-        input=json.dumps([[str(folder), arguments] for folder, arguments in cases]),
-        env={key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    cases = json.dumps([[str(folder), arguments] for folder, arguments in cases])
+    environment = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
+    command = [sys.executable, "-c", _WITHOUT_TORCH]
+    done = subprocess.run(command, input=cases, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [Done(*load) for load in json.loads(done.stdout)]
 

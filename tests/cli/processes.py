@@ -22,6 +22,14 @@ def wait_until(process: Forked | subprocess.Popen[str], holds: Callable[[], bool
         time.sleep(0.02)
 
 
+def end_of(process: Forked | subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    """Wait for the end of a command, require its exit code, and return its output and its errors."""
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == code, out + err
+    assert "Traceback" not in out + err
+    return out, err
+
+
 def count_lines(folder: Path) -> int:
     """Return the number of lines of metrics.jsonl."""
     return len(metrics_lines(folder)) if (folder / "metrics.jsonl").exists() else 0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.eval_command import Done, usage_error
-from tests.cli.processes import children, count_lines, descendants, wait_until
-from tests.cli.train_runs import SMALL, check_equal, drop_checkpoints, summary
+from tests.cli.eval_command import usage_error
+from tests.cli.processes import children, count_lines, descendants, end_of, wait_until
+from tests.cli.train_runs import SMALL, check_equal, drop_checkpoints, sets, summary
 from tests.commands import Forked
 from tests.processes.checks import check_ended
 
@@ -17,10 +17,8 @@ pytestmark = pytest.mark.slow
 
 STEPS = 12
 EVERY = 3
-SETTINGS = [
-    "--steps", str(STEPS), *SMALL, "--set", f"evaluation.every={EVERY}", "--set", f"checkpoint.every={EVERY}",
-    "--set", "sampling.max_lag=1", "--name", "a",
-]  # fmt: skip
+CHANGES = sets(f"evaluation.every={EVERY} checkpoint.every={EVERY} sampling.max_lag=1")
+SETTINGS = ["--steps", str(STEPS), *SMALL, *CHANGES, "--name", "a"]
 AHEAD = "trainer/ahead/rollouts.safetensors"
 
 
@@ -36,24 +34,11 @@ def begin(place: Path, *arguments: str, fork_children: bool = True) -> Forked:
     return Forked("train", *arguments, cwd=place, fork_children=fork_children, OMP_NUM_THREADS="1")
 
 
-def end_of(process: Forked) -> Done:
-    """Wait for the end of a command and return its exit code and output."""
-    out, err = process.communicate(timeout=120)
-    assert "Traceback" not in out + err
-    return Done(process.returncode or 0, out, err)
-
-
-def finish(place: Path, *arguments: str) -> None:
-    """Run a command to its end and require exit code 0."""
-    done = end_of(begin(place, *arguments))
-    assert done.code == 0, done
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of an uninterrupted run."""
     place = tmp_path_factory.mktemp("uninterrupted")
-    finish(place, *SETTINGS)
+    end_of(begin(place, *SETTINGS))
     folder = place / "runs" / "a"
     ahead = sorted(path.parents[2].name for path in folder.glob(f"checkpoints/step-*/{AHEAD}"))
     expected = [f"step-{step:06d}" for step in range(EVERY, STEPS, EVERY)]
@@ -68,17 +53,16 @@ def test_engine_and_trainer_are_killed_and_stopped(uninterrupted, tmp_path):
     wait_until(process, lambda: count_lines(folder) > EVERY + 1)
     engine = engine_of(process.pid)
     os.kill(engine, signal.SIGKILL)
-    done = end_of(process)
-    assert done.code == 1, done
-    assert done.err == (
+    out, err = end_of(process, 1)
+    assert err == (
         "error: the engine process was killed by SIGKILL (as the system does when memory runs out); "
         "sampling.engine_process=false samples in the trainer's process, which needs less memory\n"
     )
-    assert "resume with: bandpo train --resume a" in done.out
+    assert "resume with: bandpo train --resume a" in out
     assert summary(folder)["status"] == "FAILED"
     check_ended([engine], 0.0)
-    refused = usage_error("train", "--resume", "a", "--set", "sampling.max_lag=0", cwd=tmp_path)
-    assert "leave out sampling.max_lag" in refused
+    refused = ["train", "--resume", "a", "--set", "sampling.max_lag=0"]
+    usage_error(*refused, cwd=tmp_path, parts=["leave out sampling.max_lag"])
 
     before = count_lines(folder)
     process = begin(tmp_path, "--resume", "a")
@@ -94,13 +78,12 @@ def test_engine_and_trainer_are_killed_and_stopped(uninterrupted, tmp_path):
     wait_until(process, lambda: count_lines(folder) > before)
     left = descendants(process.pid)
     process.send_signal(signal.SIGINT)
-    done = end_of(process)
-    assert done.code == 130, done
-    assert done.err.count("\n") == 1
-    assert "press Ctrl-C again" in done.err
+    out, err = end_of(process, 130)
+    assert err.count("\n") == 1
+    assert "press Ctrl-C again" in err
     check_ended(left, 0.0)
     stopped = summary(folder)["steps"]
-    assert f"stopped by Ctrl-C after step {stopped}" in done.out
+    assert f"stopped by Ctrl-C after step {stopped}" in out
     assert (folder / f"checkpoints/step-{stopped:06d}" / AHEAD).is_file()
 
     process = begin(tmp_path, "--resume", "a")
@@ -112,13 +95,12 @@ def test_engine_and_trainer_are_killed_and_stopped(uninterrupted, tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):  # the step waits for the batch that is sampled ahead
         process.wait(1.0)
     process.send_signal(signal.SIGTERM)
-    done = end_of(process)
-    assert done.code == 143, done
-    assert done.err == "stopped\n"
-    assert "resume with: bandpo train --resume a" in done.out
+    out, err = end_of(process, 143)
+    assert err == "stopped\n"
+    assert "resume with: bandpo train --resume a" in out
     check_ended(left, 0.0)
 
-    finish(tmp_path, "--resume", "a")
+    end_of(begin(tmp_path, "--resume", "a"))
     if stopped % EVERY:
         drop_checkpoints(folder, stopped)
     check_equal(folder, uninterrupted)

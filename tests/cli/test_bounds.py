@@ -5,6 +5,7 @@ import io
 import json
 import math
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -30,33 +31,24 @@ def test_json_has_the_documented_keys_in_order(run):
     assert result.code == 0
     assert all(list(row) == KEYS for row in rows)
     order = [(row["divergence"], row["delta"], row["prob"]) for row in rows]
-    assert order == [
-        (name, delta, prob) for name in ("kl", "tv") for delta in (0.05, 0.1) for prob in (0.9, 0.08)
-    ]
+    assert order == [*product(("kl", "tv"), (0.05, 0.1), (0.9, 0.08))]
     assert rows[1]["lower"] == pytest.approx(0.261695843479, rel=1e-11)
     assert rows[1]["upper"] == pytest.approx(2.41055379376, rel=1e-11)
     assert rows[1]["prob_upper"] == rows[1]["upper"] * 0.08
 
 
-def test_the_ratio_is_capped_only_with_max_ratio(run):
-    assert json.loads(run("1e-6", "--format", "json").out)[0]["upper"] > 1e4
-    capped = json.loads(run("1e-6", "--format", "json", "--max-ratio", "10").out)[0]
+def test_the_ratio_is_capped_only_with_max_ratio_and_saturated_at_the_ends_of_the_simplex(run):
+    def row(*arguments):
+        return json.loads(run(*arguments, "--format", "json").out)[0]
+
+    assert row("1e-6")["upper"] > 1e4
+    capped = row("1e-6", "--max-ratio", "10")
     assert (capped["upper"], capped["upper_saturated"]) == (10.0, False)
-
-
-@pytest.mark.parametrize(
-    ("prob", "name", "delta", "saturated"),
-    [
-        ("0.01", "tv", "0.01", (True, False)),  # exactly at the edge
-        ("0.00001", "kl", "0.05", (False, False)),  # the ratio underflows, but p > 0 for every radius
-        ("1", "kl", "0.05", (False, True)),
-    ],
-)
-def test_saturation(run, prob, name, delta, saturated):
-    (row,) = json.loads(run(prob, "-d", name, "--delta", delta, "--format", "json").out)
-    assert (row["lower_saturated"], row["upper_saturated"]) == saturated
-    assert not saturated[0] or row["lower"] == 0.0
-    assert not saturated[1] or (row["upper"], row["prob_upper"]) == (1.0 / float(prob), 1.0)
+    edge = row("0.01", "-d", "tv", "--delta", "0.01")
+    assert (edge["lower"], edge["lower_saturated"], edge["upper_saturated"]) == (0.0, True, False)
+    assert not row("0.00001")["lower_saturated"], "the ratio underflows, but p > 0 for every radius"
+    certain = row("1")
+    assert (certain["upper"], certain["prob_upper"], certain["upper_saturated"]) == (1.0, 1.0, True)
 
 
 def test_csv_and_json_have_the_same_values(run):

@@ -10,6 +10,7 @@ import pytest
 
 from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.experiments import train
+from bandpo_cli.storage.run_folder import RunFolder
 from tests.cli.eval_command import succeed, usage_error
 
 SETTINGS: dict[str, Any] = {
@@ -39,12 +40,16 @@ def bandpo(place: Path, *arguments: str, columns: int = 120) -> str:
     return succeed(*arguments, cwd=place, COLUMNS=str(columns)).out
 
 
-def records(place: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (place / "runs/first/metrics.jsonl").read_text().splitlines()]
+def records(place):
+    return RunFolder(place / "runs" / "first").read_metrics()
 
 
-def completions(place: Path, step: int) -> list[dict[str, Any]]:
+def completions(place, step):
     return pq.read_table(place / f"runs/first/samples/step-{step:06d}.parquet").to_pylist()
+
+
+def write_records(run, lines):
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.mark.slow
@@ -72,7 +77,7 @@ def test_runs_are_filtered_and_sorted(changed):
     (runs / "deltas" / "sweep.yaml").write_text("name: deltas\n")
     lines = records(changed)
     lines[-1]["eval/countdown/mean_at_2"] = 1.0
-    (better / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_records(better, lines)
     (killed / "summary.json").unlink()
 
     def names(*arguments: str) -> list[str]:
@@ -162,14 +167,12 @@ def test_samples_are_filtered(trained):
 @pytest.mark.slow
 def test_samples_of_an_evaluation(changed):
     bandpo(changed, "eval", "--model", "first", "--name", "scored", "--limit", "2", "--n", "2", "--no-mlflow")
-    assert "1 of 4 completions of runs/scored/samples.parquet" in bandpo(
-        changed, "samples", "scored", "-n", "1"
-    )
+    printed = bandpo(changed, "samples", "scored", "-n", "1")
+    assert "1 of 4 completions of runs/scored/samples.parquet" in printed
 
 
 @pytest.mark.slow
 def test_step_0_of_a_run_is_its_model_before_training(changed):
-    """The evaluation of RUN@0 equals the evaluation that the run made before its first step."""
     bandpo(changed, "eval", "--model", "first@0", "--name", "before", "--no-mlflow")
     compared = json.loads(bandpo(changed, "eval", "compare", "before", "first@0", "--format", "json"))
     assert compared["differences"] == {}
@@ -223,18 +226,17 @@ def test_view_writes_the_page_of_a_recorded_step(changed):
 @pytest.mark.slow
 def test_rewards_other_than_0_and_1_follow_in_runs_and_come_first_in_show(changed):
     lines = records(changed)
-    place = bandpo(changed, "runs", columns=120).splitlines()[0].index("held-out")
+    place = bandpo(changed, "runs").splitlines()[0].index("held-out")
     for line in lines:
         line |= {"eval/countdown/reward": -0.125} if "eval/countdown/mean_at_2" in line else {}
         line |= {"train/reward": line["step"] / 4} if line["step"] else {}
-    (changed / "runs/first/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_records(changed / "runs/first", lines)
     other = shutil.copytree(changed / "runs/first", changed / "runs/other")
     lines[-1]["train/reward"] = 0.875
-    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_records(other, lines)
     found = json.loads(bandpo(changed, "runs", "--format", "json", "--sort", "reward"))
-    assert [(run["name"], run["reward"], run["heldout_reward"]) for run in found] == [
-        ("other", 0.875, -0.125), ("first", 0.75, -0.125),
-    ]  # fmt: skip
+    values = [(run["name"], run["reward"], run["heldout_reward"]) for run in found]
+    assert values == [("other", 0.875, -0.125), ("first", 0.75, -0.125)]
     for columns in (80, 120):
         lines = bandpo(changed, "runs", columns=columns).splitlines()
         (line,) = [line for line in lines if line.startswith("other")]

@@ -101,17 +101,14 @@ def test_values_are_offered(line, place, capfd):
     assert sorted(offered(capfd, *line.split(" "))) == sorted(VALUES[line])
 
 
-def test_zsh_gets_values_with_descriptions(place, capfd):
-    """The output is a command that zsh evaluates."""
+def test_zsh_and_fish_get_values_with_descriptions(place, capfd):
+    """The output for zsh is a command that it evaluates."""
     out = complete(capfd, "zsh", "train", "--method", "cl")
     assert out.startswith("_arguments '*: :((")
     assert '"clip":"the same fixed interval for every token (PPO, GRPO)"' in out
     assert '"clip-higher":' in out
     assert '"band"' not in out
     assert complete(capfd, "zsh", "train", "--model", "").strip() == "_files"
-
-
-def test_fish_gets_values_with_descriptions(place, capfd):
     lines = complete(capfd, "fish", "show", "").splitlines()
     assert lines == ["deltas/kl-s0\trun", "first\trun", "second\trun"]
 
@@ -144,33 +141,23 @@ def test_the_version_names_the_commit_of_a_checkout_alone(tmp_path, monkeypatch)
     monkeypatch.setattr("bandpo_cli.__main__.__file__", str(tmp_path / "bandpo_cli" / "__main__.py"))
     state = {"commit": "0746989" + 33 * "f", "dirty": True}
     monkeypatch.setattr("bandpo_cli.storage.run_record.git_state", lambda folder: state)
-    assert succeed("--version", cwd=tmp_path).out == f"bandpo {__version__}\n"
-    (tmp_path / ".git").touch()
-    assert (
-        succeed("--version", cwd=tmp_path).out
-        == f"bandpo {__version__} (commit 0746989, with local changes)\n"
-    )
-    state["dirty"] = False
-    assert succeed("--version", cwd=tmp_path).out == f"bandpo {__version__} (commit 0746989)\n"
+    for dirty, text in (
+        (True, ""),
+        (True, " (commit 0746989, with local changes)"),
+        (False, " (commit 0746989)"),
+    ):
+        state["dirty"] = dirty
+        assert succeed("--version", cwd=tmp_path).out == f"bandpo {__version__}{text}\n"
+        (tmp_path / ".git").touch()
 
 
 def test_the_help_of_train_has_a_panel_per_group_in_100_columns(tmp_path):
     lines = succeed("train", "--help", cwd=tmp_path, COLUMNS="100").out.splitlines()
     panels = [line.split()[1] for line in lines if line.startswith("╭")]
-    assert panels == [
-        "Options",
-        "Execution",
-        "Model",
-        "Data",
-        "Sampling",
-        "Method",
-        "Optimization",
-        "Tracking",
-    ]
+    assert " ".join(panels) == "Options Execution Model Data Sampling Method Optimization Tracking"
     assert max(map(len, lines)) <= 100
-    assert " bandpo train --config my.yaml --set optim.lr=1e-4  # a file, one change" in map(
-        str.rstrip, lines
-    )
+    example = " bandpo train --config my.yaml --set optim.lr=1e-4  # a file, one change"
+    assert example in map(str.rstrip, lines)
     assert len(lines) < 120, "the column of the texts is narrow"
 
 
@@ -184,5 +171,4 @@ def test_the_help_of_sweep_has_commas_where_values_are_compared(tmp_path):
 def test_installation_options_are_last(tmp_path):
     out = succeed("--help", cwd=tmp_path).out
     names = ("--version", "--help", "--install-completion", "--show-completion")
-    places = [out.index(name) for name in names]
-    assert places == sorted(places)
+    assert [*names] == sorted(names, key=out.index)

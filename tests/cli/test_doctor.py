@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from tests.cli.eval_command import bandpo, usage_error
 
@@ -40,9 +41,8 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plant:
         folder.mkdir()
         extras = sorted({line.split("extra == ")[1].strip("'") for line in needs if "extra == " in line})
         lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
-        lines += [f"Provides-Extra: {extra}" for extra in extras] + [
-            f"Requires-Dist: {line}" for line in needs
-        ]
+        lines += [f"Provides-Extra: {extra}" for extra in extras]
+        lines += [f"Requires-Dist: {line}" for line in needs]
         (folder / "METADATA").write_text("\n".join(lines))
         (tmp_path / f"{name}.py").write_text(code)
 
@@ -70,14 +70,11 @@ def test_everything_in_order(plant):
 
 
 def test_versions_outside_the_ranges_and_the_line_that_repairs_them(plant):
-    """Also an optional package that is too new, and a version that another package does not allow."""
     extras = ("plantedengine<3,>=2; extra == 'engine'", "plantedabsent>=1; extra == 'more'")
     needs = ("plantednew<3,>=2", "plantedmissing>=1.5", "plantedold<3,>=1", "plantedfine>=1")
     plant("bandpo", "9.9", (*needs, *extras))
     plant("plantednew", "3.0.1")
-    plant(
-        "plantedold", "2.9", code="raise ImportError('a version problem is reported before an import error')"
-    )
+    plant("plantedold", "2.9", code="raise ImportError('the problem of the version is reported')")
     plant("plantedfine", "1.0", needs=("PlantedOld<2.5", "plantednew>=9; extra == 'unused'"))
     plant("plantedengine", "1.0")
     code, out = doctor("--format", "json")
@@ -162,10 +159,7 @@ def test_hidden_gpus_are_no_problem(plant, tmp_path, monkeypatch):
 
 
 def test_without_installation_the_message_says_what_to_type(monkeypatch):
-    def missing(name: str) -> Any:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "metadata", missing)
+    monkeypatch.setattr(metadata, "metadata", mock.Mock(side_effect=metadata.PackageNotFoundError("bandpo")))
     line = usage_error("doctor", cwd=Path.cwd())
     assert line.startswith("error: bandpo is not installed in this environment: type pip install")
 
@@ -173,19 +167,12 @@ def test_without_installation_the_message_says_what_to_type(monkeypatch):
 @pytest.mark.slow
 def test_the_environment_of_the_tests_is_in_order(tmp_path):
     """No package is imported by the command's own process, so its versions are those of the files."""
-    done = subprocess.run(
-        [sys.executable, "-m", "bandpo_cli", "doctor", "--format", "json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "bandpo_cli", "doctor", "--format", "json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     found = json.loads(done.stdout)
     assert (found["problems"], done.returncode, done.stderr) == ([], 0, "")
-    import torch
-
-    assert found["system"]["torch"].startswith(
-        f"built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'};"
-    )
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+    assert found["system"]["torch"].startswith(f"built for {build};")
     versions = {package["name"]: package["version"] for package in found["packages"]}
     assert versions["torch"] == torch.__version__
     assert {"transformers", "peft", "mlflow", "vllm", "ray"} <= set(versions)

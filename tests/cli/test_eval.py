@@ -10,6 +10,7 @@ import pytest
 
 from bandpo_cli.config.layers import read_layer, resolve
 from tests.cli.eval_command import SMALL, bandpo, record_of, samples_of, succeed, usage_error
+from tests.cli.train_runs import sets
 
 RUN = "first@1"  # a run name may contain an @
 
@@ -18,10 +19,10 @@ RUN = "first@1"  # a run name may contain an @
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `runs/first@1`: four steps, checkpoints and evaluations at 2 and 4."""
     folder = tmp_path_factory.mktemp("trained")
+    settings = sets("evaluation.every=2 optim.lr=1e-3 checkpoint.every=2")
     succeed(
-        "train", *SMALL, "--steps", "4", "--name", RUN, "--set", "evaluation.every=2", "--set", "optim.lr=1e-3",
-        "--set", "checkpoint.every=2", "--seed", "5", "--no-mlflow", cwd=folder,
-    )  # fmt: skip
+        "train", *SMALL, *settings, "--steps", "4", "--name", RUN, "--seed", "5", "--no-mlflow", cwd=folder
+    )
     return folder
 
 
@@ -32,20 +33,17 @@ def latest(place: Path) -> Path:
     return place / "runs" / "latest"
 
 
-def training_record(place: Path, step: int) -> dict:
+def training_record(place, step):
     return json.loads((place / "runs" / RUN / "evals" / f"step-{step:06d}.json").read_text())
 
 
 def test_metrics_of_a_checkpoint_equal_those_of_training(place, latest):
-    """The samples are the same, so all metrics, intervals and values per problem are equal bit by bit."""
     record = record_of(latest)
     assert record["status"] == "finished"
     assert record["sets"] == training_record(place, 4)["sets"]
     assert record["sets"] != training_record(place, 2)["sets"], "the policy changes between the steps"
     assert record["model"]["step"] == 4
-    assert sorted(path.name for path in latest.iterdir()) == [
-        "env.json", "eval.json", "plots", "samples.parquet",
-    ]  # fmt: skip
+    assert {path.name for path in latest.iterdir()} == {"env.json", "eval.json", "plots", "samples.parquet"}
     assert (latest / "plots" / "success.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -68,13 +66,9 @@ def test_metrics_agree_with_the_table_of_completions(latest):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model", [f"{RUN}@2", f"./runs/{RUN}/checkpoints/step-000002/", f"{{place}}/runs/{RUN}@2"]
-)
-def test_an_earlier_checkpoint_by_every_form_of_reference(place, tmp_path, model):
-    name = tmp_path.name
-    succeed("eval", "--model", model.format(place=place), "--name", name, cwd=place)
-    record = record_of(place / "runs" / name)
+def test_an_earlier_checkpoint_by_its_folder(place):
+    succeed("eval", "--model", f"./runs/{RUN}/checkpoints/step-000002/", "--name", "earlier", cwd=place)
+    record = record_of(place / "runs" / "earlier")
     assert record["sets"] == training_record(place, 2)["sets"]
     run = place / "runs" / RUN
     checkpoint = run / "checkpoints" / "step-000002"
@@ -82,17 +76,14 @@ def test_an_earlier_checkpoint_by_every_form_of_reference(place, tmp_path, model
 
 
 def test_flags_override_the_settings_of_the_run(place):
-    succeed(
-        "eval", "--model", RUN, "--n", "2", "--limit", "3", "--temperature", "0.5", "--name", "flags",
-        "--set", "evaluation.batch=2", "--no-mlflow", cwd=place,
-    )  # fmt: skip
+    flags = "--n 2 --limit 3 --temperature 0.5 --name flags --set evaluation.batch=2 --no-mlflow"
+    succeed("eval", "--model", RUN, *flags.split(), cwd=place)
     record = record_of(place / "runs" / "flags")
     own = resolve([read_layer(place / "runs" / RUN / "config.yaml")]).model_dump(mode="json")
     assert record["config"]["seed"] == own["seed"] == 5
     assert record["config"]["task"] == own["task"]
-    assert record["config"]["evaluation"] == own["evaluation"] | {
-        "samples": 2, "problems": 3, "temperature": 0.5, "k": [2], "batch": 2,
-    }  # fmt: skip
+    changed = {"samples": 2, "problems": 3, "temperature": 0.5, "k": [2], "batch": 2}
+    assert record["config"]["evaluation"] == own["evaluation"] | changed
     scores = record["sets"]["countdown"]
     assert (scores["problems"], scores["completions"]) == (3, 6)
     assert {"mean_at_2", "pass_at_2", "maj_at_2"} <= set(scores["metrics"])
@@ -141,7 +132,6 @@ def test_two_steps_of_a_run_are_compared(place, latest):
 
 
 def test_an_evaluation_equals_the_step_that_it_repeats(place, latest):
-    """By name, folder and file, with RUN for the latest step of the run: all differences are 0."""
     for other in ("latest", "runs/latest/eval.json"):
         done = succeed("eval", "compare", RUN, other, "--format", "json", cwd=place)
         found = json.loads(done.out)["sets"]["countdown"]
@@ -149,7 +139,6 @@ def test_an_evaluation_equals_the_step_that_it_repeats(place, latest):
         assert (found["wins"], found["losses"], found["ties"]) == (0, 0, 6)
     text = succeed("eval", "compare", RUN, "latest", cwd=place).out
     assert "6 problems in both" in text
-    assert "the same on 6" in text
 
 
 @pytest.mark.parametrize(
@@ -164,7 +153,6 @@ def test_an_evaluation_equals_the_step_that_it_repeats(place, latest):
         (["--model", f"runs/{RUN}/plots"], ["plots", "config.json"]),
         (["--model", RUN, "--k", "16"], ["k = 16", "samples is 8"]),
         (["--model", RUN, "--name", "latest"], ["exists already", "--name latest-2"]),
-        (["--resume", RUN], [f"no evaluation '{RUN}'"]),
     ],
 )
 def test_a_user_error_is_one_line_and_writes_nothing(place, latest, arguments, parts):

@@ -15,14 +15,22 @@ from bandpo_cli.experiments.eval_plan import plan_evaluation, plan_evaluation_re
 from bandpo_cli.storage import tables
 from bandpo_cli.storage.run_folder import EvalFolder
 from tests.cli.eval_command import bandpo, record_of, samples_of, succeed, usage_error
-from tests.cli.processes import wait_until
+from tests.cli.processes import end_of, wait_until
+from tests.cli.train_runs import sets
 from tests.commands import Forked
 from tests.reports.sweep_folders import write_run
-from tests.tasks.stored_completions import FOREIGN
+from tests.tasks.stored_completions import FOREIGN, jsonl
 
 SETTINGS = [
-    "--n", "4", "--limit", "6", "--set", "evaluation.batch=4", "--seed", "3", "--set", "task.numbers=3", "--no-mlflow",
-]  # fmt: skip
+    "--n",
+    "4",
+    "--limit",
+    "6",
+    "--seed",
+    "3",
+    *sets("evaluation.batch=4 task.numbers=3"),
+    "--no-mlflow",
+]
 """6 batches of one problem."""
 
 
@@ -61,9 +69,7 @@ def check_equal(folder: Path, uninterrupted: Path) -> None:
     ours, theirs = record_of(folder), record_of(uninterrupted)
     for key in ("sets", "metrics", "config", "status"):
         assert ours[key] == theirs[key], key
-    assert sorted(path.name for path in folder.iterdir()) == sorted(
-        path.name for path in uninterrupted.iterdir()
-    )
+    assert {path.name for path in folder.iterdir()} == {path.name for path in uninterrupted.iterdir()}
 
 
 @pytest.mark.slow
@@ -74,9 +80,7 @@ def test_a_signal_keeps_stored_completions(tmp_path, uninterrupted, number):
     folder = tmp_path / "my runs" / "stopped"
     wait_until(process, lambda: count_parts(folder) >= 2)
     os.killpg(process.pid, number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, err
-    assert "Traceback" not in err
+    out, _ = end_of(process, 128 + number)
     stored = count_parts(folder)
     assert 2 <= stored < 6
     assert out.splitlines()[-1] == (
@@ -93,7 +97,6 @@ def test_a_signal_keeps_stored_completions(tmp_path, uninterrupted, number):
 
 @pytest.mark.slow
 def test_a_kill_loses_at_most_one_batch(tmp_path, uninterrupted):
-    """The evaluation is killed twice at random moments, resumed each time, and finally left to finish."""
     rng = random.Random(7)
     folder = tmp_path / "runs" / "killed"
     process = start_slowly(tmp_path, *SETTINGS, "--name", "killed")
@@ -106,8 +109,7 @@ def test_a_kill_loses_at_most_one_batch(tmp_path, uninterrupted):
         assert record_of(folder)["status"] == "running"
         stored.append(count_parts(folder))
         process = start_slowly(tmp_path, "--resume", "killed", "--no-mlflow")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, out + err
+    end_of(process)
     assert 0 < stored[1] < stored[2] <= 6
     check_equal(folder, uninterrupted)
 
@@ -141,7 +143,6 @@ def test_resume_after_any_number_of_batches(tmp_path, uninterrupted, keep):
 
 @pytest.mark.slow
 def test_a_damaged_part_is_named_and_other_files_are_ignored(tmp_path, uninterrupted):
-    """A kill during the write of a part leaves a temporary file, which is not a part."""
     folder = interrupted_evaluation(tmp_path, 2)
     part = min((folder / "parts").glob("*.parquet"))
     part.write_bytes(part.read_bytes()[:100])
@@ -172,8 +173,7 @@ def test_a_kill_between_the_table_and_the_metrics(tmp_path, uninterrupted):
 
 @pytest.mark.slow
 def test_a_finished_evaluation_is_graded_again_without_its_model(tmp_path):
-    """Only the table is read: neither the model nor the file of the problems is needed."""
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in FOREIGN))
+    jsonl(tmp_path / "a.jsonl", *FOREIGN)
     succeed("eval", "--samples", "a.jsonl", "--name", "a", "--no-mlflow", cwd=tmp_path)
     before = record_of(tmp_path / "runs" / "a")
     (tmp_path / "a.jsonl").unlink()
@@ -188,8 +188,7 @@ def test_a_finished_evaluation_is_graded_again_without_its_model(tmp_path):
 
 
 def test_a_changed_or_deleted_samples_file_is_refused_at_resume(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in FOREIGN))
+    path = jsonl(tmp_path / "a.jsonl", *FOREIGN)
     succeed("eval", "--samples", "a.jsonl", "--name", "a", "--no-mlflow", cwd=tmp_path)
     folder = tmp_path / "runs" / "a"
     before = samples_of(folder)
@@ -214,26 +213,18 @@ def test_changed_problems_with_the_same_ids_are_refused_at_resume(tmp_path):
 
 
 def test_resume_refuses_settings(tmp_path):
-    flags = {
-        "--task": "countdown", "--n": "4", "--k": "1", "--temperature": "0", "--seed": "0", "--grader": "math",
-        "--name": "b", "--set": "seed=1",
-    }  # fmt: skip
-    words = [word for flag in flags.items() for word in flag]
+    flags = "--task countdown --n 4 --k 1 --temperature 0 --seed 0 --grader math --name b --set seed=1"
+    words = flags.split()
     line = usage_error("eval", "--resume", "anything", *words, cwd=tmp_path)
     assert "settings of the evaluation" in line
     named = line.partition("leave out ")[2].strip().split(", ")
-    assert sorted(named) == sorted(flags)
+    assert sorted(named) == sorted(words[::2])
 
 
-@pytest.mark.parametrize(
-    "change", [{"config": []}, {"config": {"seed": -1}}, {"model": {}}, {"samples": {"path": 7}}]
-)
-def test_a_damaged_record_is_one_line(tmp_path, change):
-    folder = tmp_path / "runs" / "a"
-    folder.mkdir(parents=True)
-    record = {
-        "name": "a", "status": "interrupted", "model": {"path": "embedded", "run": None, "step": None},
-        "samples": None, "config": {}, "sets": {},
-    }  # fmt: skip
-    (folder / "eval.json").write_text(json.dumps({**record, **change}))
-    usage_error("eval", "--resume", "a", cwd=tmp_path)
+def test_a_damaged_record_is_one_line(tmp_path):
+    folder = EvalFolder.create(tmp_path / "runs", "a")
+    model = {"path": "embedded", "run": None, "step": None}
+    record = {"name": "a", "status": "interrupted", "model": model, "samples": None, "config": {}, "sets": {}}
+    for change in ({"config": []}, {"config": {"seed": -1}}, {"model": {}}, {"samples": {"path": 7}}):
+        folder.write_record({**record, **change})
+        usage_error("eval", "--resume", "a", cwd=tmp_path)

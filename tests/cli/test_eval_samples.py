@@ -1,5 +1,6 @@
 """`bandpo eval --samples`: stored completions are graded again, with equal verdicts, without a model."""
 
+import datetime
 import json
 from pathlib import Path
 
@@ -10,11 +11,7 @@ import pytest
 
 from tests.cli.eval_command import SMALL, record_of, samples_of, succeed, usage_error
 from tests.commands import run_bandpo
-
-
-def write_jsonl(path: Path, *rows: dict) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+from tests.tasks.stored_completions import jsonl
 
 
 def rescore(place: Path, samples: str | Path, *flags: str, name: str = "a") -> Path:
@@ -27,9 +24,8 @@ def rescore(place: Path, samples: str | Path, *flags: str, name: str = "a") -> P
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a run of two steps and an evaluation of its checkpoint."""
     folder = tmp_path_factory.mktemp("rescored")
-    succeed(
-        "train", *SMALL, "--set", "task.numbers=3", "--steps", "2", "--name", "run", "--no-mlflow", cwd=folder
-    )
+    words = ["--set", "task.numbers=3", "--steps", "2", "--name", "run", "--no-mlflow"]
+    succeed("train", *SMALL, *words, cwd=folder)
     succeed("eval", "--model", "run", "--name", "first", cwd=folder)
     return folder
 
@@ -61,7 +57,7 @@ def test_completions_of_a_training_step_get_equal_verdicts(place):
 
 def test_the_chosen_grader_grades_stored_completions(tmp_path):
     completions = ["Answer: 2", "Answer: 2.", "\\boxed{2}", "it is\n#### 2"]
-    path = write_jsonl(tmp_path / "a.jsonl", {"question": "1+1?", "answer": "2", "completions": completions})
+    path = jsonl(tmp_path / "a.jsonl", {"question": "1+1?", "answer": "2", "completions": completions})
     samples = samples_of(rescore(tmp_path, path, "--grader", "math-dapo-boxed"))
     assert samples["accuracy"].sum() == 2
     assert set(samples["grader"]) == {"math-dapo-boxed"}
@@ -75,42 +71,32 @@ def test_different_numbers_of_completions_per_problem(tmp_path):
         {"question": "2+2?", "answer": "4", "completions": ["no idea"]},
         {"question": "3+3?", "answer": "6", "completions": "so #\n#### 6"},
     ]
-    path = write_jsonl(tmp_path / "mine.jsonl", *rows)
+    path = jsonl(tmp_path / "mine.jsonl", *rows)
     done = succeed("eval", "--samples", path, "--name", "a", "--no-mlflow", cwd=tmp_path)
     assert "3 problems × 1 to 3 = 5 completions" in done.out
     scores = record_of(tmp_path / "runs" / "a")["sets"]["mine"]
     values = {name: figure["value"] for name, figure in scores["metrics"].items()}
     expected = dict.fromkeys(("mean_at_n", "reward", "pass_at_1", "maj_at_1"), (2 / 3 + 0 + 1) / 3)
-    expected |= {
-        "answer_format_rate": 2 / 3,
-        "timeout_rate": 0,
-        "grader_error_rate": 0,
-        "not_applicable_rate": 0,
-    }
+    expected |= dict.fromkeys(("timeout_rate", "grader_error_rate", "not_applicable_rate"), 0)
+    expected["answer_format_rate"] = 2 / 3
     assert values == pytest.approx(expected)
     assert scores["completions_per_problem"] == [1, 3]
     assert scores["verdicts"] == {"correct": 3, "wrong": 1, "malformed": 1}
     usage_error("eval", "--samples", path, "--k", "1,3", cwd=tmp_path, parts=["--k 3", "at most 1"])
 
 
-MINE = '''
+MINE = """
 def long(text, answer, extra):
-    """Return whether the length of the text equals the answer."""
     print("a grader may print")
     return len(text) == int(answer)
-'''
-
-
-FOUR = {
-    "question": "4+4?", "answer": "8", "completions": ["Answer: 8", "Answer: 8.0", "eight...", "Answer: $2^3$"],
-}  # fmt: skip
+"""
 
 
 @pytest.mark.slow
 def test_a_custom_grader(tmp_path):
-    """The grader is in the current folder and prints; standard output contains only JSON."""
     (tmp_path / "mine.py").write_text(MINE)
-    write_jsonl(tmp_path / "a.jsonl", FOUR)
+    completions = ["Answer: 8", "Answer: 8.0", "eight...", "Answer: $2^3$"]
+    jsonl(tmp_path / "a.jsonl", {"question": "4+4?", "answer": "8", "completions": completions})
     arguments = ["--samples", "a.jsonl", "--grader", "mine:long", "--name", "a", "--no-mlflow"]
     done = run_bandpo("eval", *arguments, "--format", "json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -126,9 +112,8 @@ def test_a_file_name_that_is_not_utf8_is_refused(tmp_path):
 def test_sampling_settings_of_a_config_file_are_ignored(tmp_path):
     """The config file sets n = 1 and greedy decoding; the samples file has 2 completions, and --k applies to them."""
     (tmp_path / "my.yaml").write_text("evaluation: {samples: 1, temperature: 0, k: [1]}\n")
-    write_jsonl(
-        tmp_path / "a.jsonl", {"question": "q", "answer": "1", "completions": ["Answer: 1", "Answer: 2"]}
-    )
+    row = {"question": "q", "answer": "1", "completions": ["Answer: 1", "Answer: 2"]}
+    jsonl(tmp_path / "a.jsonl", row)
     record = record_of(rescore(tmp_path, "a.jsonl", "--config", "my.yaml", "--k", "2"))
     assert record["config"]["evaluation"]["samples"] == 2
     assert record["sets"]["a"]["metrics"]["pass_at_2"]["value"] == 1.0
@@ -137,8 +122,6 @@ def test_sampling_settings_of_a_config_file_are_ignored(tmp_path):
 
 def test_extra_fields_of_any_type_round_trip(tmp_path):
     """A Parquet file of another program may contain times, bytes and nested rows beside the answer."""
-    import datetime
-
     extra = {"index": 1, "when": datetime.datetime(2025, 1, 2), "raw": b"\xff", "deep": [{"a": [None, 1.5]}]}
     rows = [{"question": "q", "answer": "1", "completions": ["Answer: 1"], "extra_info": extra}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")

@@ -10,6 +10,7 @@ import pytest
 
 from bandpo_cli.storage.tables import read_eval_table
 from tests.cli.eval_command import record_of, samples_of, succeed, usage_error
+from tests.cli.train_runs import sets
 from tests.text_model import THINKING, save_text_model
 
 SHORT = ["--n", "4", "--max-tokens", "12", "--set", "evaluation.batch=8", "--no-mlflow"]
@@ -36,7 +37,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_several_files_are_several_sets(place):
-    """Files with the same name are distinguished by their folders."""
     succeed(
         "eval", "--model", "model", "--task", "sums.jsonl", "--task", "a/test.jsonl", "--task", "b/test.jsonl", *SHORT,
         "--name", "three", cwd=place,
@@ -45,9 +45,8 @@ def test_several_files_are_several_sets(place):
     counts = {label: (value["problems"], value["completions"]) for label, value in record["sets"].items()}
     assert counts == {"sums": (5, 20), "a-test": (3, 12), "b-test": (3, 12)}
     assert record["model"] == {"path": str(place / "model"), "run": None, "step": None}
-    assert [Path(source["path"]) for source in record["config"]["task"]["heldout"]] == [
-        place / "sums.jsonl", place / "a" / "test.jsonl", place / "b" / "test.jsonl",
-    ]  # fmt: skip
+    paths = [source["path"] for source in record["config"]["task"]["heldout"]]
+    assert paths == [str(place / name) for name in ("sums.jsonl", "a/test.jsonl", "b/test.jsonl")]
     table = samples_of(place / "runs" / "three")
     assert list(table["task"].drop_duplicates()) == ["sums", "a-test", "b-test"]
     assert table["prompt"].str.startswith("<|im_start|>user\n").all(), "the chat template was applied"
@@ -62,12 +61,9 @@ def test_training_and_evaluations_have_the_arguments_of_the_chat_template(place)
     common = ["--model", "thinking", "--task", "sums.jsonl"]
     off = ["--set", "model.chat_template_kwargs.enable_thinking=false"]
     shown = succeed("train", *common, *off, "--dry-run", cwd=place).out
-    lines = [
-        line.strip()
-        for line in shown.split("{'enable_thinking': False} changes these lines of it:\n")[1].splitlines()
-    ]
-    assert lines[:3] == ["+ <think>", "+", "+ </think>"]
-    small = "--steps 1 --max-tokens 4 --set sampling.prompts=4 --set sampling.samples=2".split()  # noqa: SIM905
+    changed = shown.split("{'enable_thinking': False} changes these lines of it:\n")[1].splitlines()
+    assert [*map(str.strip, changed[:3])] == ["+ <think>", "+", "+ </think>"]
+    small = ["--steps", "1", "--max-tokens", "4", *sets("sampling.prompts=4 sampling.samples=2")]
     succeed("train", *common, *off, *small, "--name", "t", "--no-mlflow", cwd=place)
     succeed("eval", *common, *off, *SHORT, "--name", "of-model", cwd=place)
     succeed("eval", "--model", "t", *SHORT, "--name", "of-run", cwd=place)
@@ -78,11 +74,8 @@ def test_training_and_evaluations_have_the_arguments_of_the_chat_template(place)
         assert all(prompt.endswith("assistant\n<think>\n\n</think>\n\n") for prompt in prompts)
     ignored = ["--set", "model.chat_template_kwargs.enable_thinkin=false"]
     for command in (["train", *common, "--dry-run"], ["train", *common], ["eval", *common, *SHORT]):
-        parts = [
-            "chat_template_kwargs.enable_thinkin = False",
-            "(did you mean 'enable_thinking'?); leave it out",
-        ]
-        usage_error(*command, *ignored, cwd=place, parts=parts)
+        part = "chat_template_kwargs.enable_thinkin = False"
+        usage_error(*command, *ignored, cwd=place, parts=[part, "mean 'enable_thinking'?); leave it out"])
 
 
 @pytest.mark.slow
@@ -98,10 +91,14 @@ def test_samples_of_a_set_do_not_depend_on_other_sets(place):
 @pytest.mark.slow
 def test_too_long_prompts_are_excluded_and_counted(place):
     write_questions(place / "long.jsonl", 5, more=["so many words " * 60])
-    done = succeed(
-        "eval", "--model", "model", "--task", "long.jsonl", *SHORT, "--name", "long",
-        "--set", "task.template=plain", "--set", "sampling.max_prompt_tokens=100", cwd=place,
-    )  # fmt: skip
+    words = [
+        "--task",
+        "long.jsonl",
+        *sets("task.template=plain sampling.max_prompt_tokens=100"),
+        "--name",
+        "long",
+    ]
+    done = succeed("eval", "--model", "model", *SHORT, *words, cwd=place)
     assert "warning: long: 1 of 6 problems left out" in done.out
     assert record_of(place / "runs" / "long")["sets"]["long"]["problems"] == 5
     arguments = ["--model", "model", "--task", "long.jsonl", "--set", "sampling.max_prompt_tokens=1"]
@@ -121,14 +118,10 @@ def test_more_tokens_than_the_context_are_refused_and_nothing_is_written(place):
 
 @pytest.mark.slow
 def test_template_and_system_message_of_a_run_apply_to_another_file(place):
-    """A text model's run of one step is evaluated on its own held-out file and then on another file."""
-    succeed(
-        "train", "--model", "model", "--task", "sums.jsonl", "--steps", "1", "--name", "run", "--no-mlflow",
-        "--set", "task.heldout=a/test.jsonl", "--set", "task.template='Q {question} A'",
-        "--set", "task.system=Be brief.",
-        "--set", "sampling.prompts=2", "--set", "sampling.samples=2", "--set", "sampling.max_tokens=8",
-        "--set", "optim.updates=1", "--set", "evaluation.samples=2", "--set", "evaluation.k=[1,2]", cwd=place,
-    )  # fmt: skip
+    small = "task.heldout=a/test.jsonl sampling.prompts=2 sampling.samples=2 sampling.max_tokens=8 optim.updates=1 "
+    texts = ["--set", "task.template='Q {question} A'", "--set", "task.system=Be brief."]
+    words = [*sets(small + "evaluation.samples=2 evaluation.k=[1,2]"), *texts, "--name", "run", "--no-mlflow"]
+    succeed("train", "--model", "model", "--task", "sums.jsonl", "--steps", "1", *words, cwd=place)
     succeed("eval", "--model", "run", "--name", "own", "--no-mlflow", cwd=place)
     trained = json.loads((place / "runs" / "run" / "evals" / "step-000001.json").read_text())
     assert record_of(place / "runs" / "own")["sets"] == trained["sets"]

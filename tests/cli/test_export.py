@@ -53,9 +53,7 @@ def test_an_existing_folder_is_named(place):
         usage_error(*words, cwd=place, parts=[f"--out {out}: {message}"])
 
 
-@pytest.mark.parametrize(
-    "setting", ["grader: missing_module:reward", "rewards: [number, missing_module:reward]"]
-)
+@pytest.mark.parametrize("setting", ["grader: missing_module:f", "rewards: [number, missing_module:f]"])
 def test_a_custom_grader_that_cannot_be_imported_is_refused(setting, place):
     save_text_model(place / "model", ["1+1"], layers=1)
     rows = [{"question": f"{index}+1?", "answer": str(index + 1)} for index in range(80)]

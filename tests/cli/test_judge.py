@@ -6,14 +6,12 @@ import pytest
 
 from bandpo_cli.grading import pool as rewards
 from tests.cli.eval_command import bandpo, succeed
-from tests.cli.train_runs import SMALL, record, summary
+from tests.cli.train_runs import SMALL, record, sets, summary
 from tests.judge_server import JudgeServer, Reply
 
 ROOT = Path(__file__).resolve().parents[2]
-JUDGE = [
-    *SMALL, "--set", 'task.rewards=[{weight: 1}, {grader: "examples.judge:judge", weight: 0.5}]',
-    "--set", "evaluation.every=0", "--set", "grading.retries=0", "--set", "grading.deadline=60",
-]  # fmt: skip
+REWARDS = 'task.rewards=[{weight: 1}, {grader: "examples.judge:judge", weight: 0.5}]'
+JUDGE = [*SMALL, "--set", REWARDS, *sets("evaluation.every=0 grading.retries=0 grading.deadline=60")]
 """16 completions per step, each of which the judge grades."""
 
 

@@ -7,24 +7,22 @@ import re
 import resource
 import signal
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from bandpo_cli.cli.preview import print_memory
-from bandpo_cli.config.layers import read_assignments, resolve
-from bandpo_cli.config.run import LoraSettings, RunConfig
+from bandpo_cli.config.layers import read_assignments, resolve, with_values
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, UserError, system_error_message
-from bandpo_cli.experiments.memory_check import GIB, memory_report, memory_savings, out_of_memory_errors
-from bandpo_cli.models.memory_estimate import SLEEPING_ENGINE_BYTES, Device, MemoryEstimate, estimate_memory
+from bandpo_cli.experiments.memory_check import memory_report, memory_savings, out_of_memory_errors
+from bandpo_cli.models.memory_estimate import GIB, SLEEPING_ENGINE_BYTES, Device, estimate_memory
 from bandpo_cli.sampling.engine_server import portable_error
 from tests.cli import train_runs
 from tests.commands import run_bandpo
+from tests.config.shapes import use_gpus
 from tests.conftest import output_of
 
 GSM8K = {"task": {"name": "gsm8k"}, "model": {"path": "org/none"}}
@@ -42,6 +40,10 @@ def printed(config: RunConfig, ranks: int = 1) -> str:
     return output_of(print_memory, config, memory_report(config, ranks), width=300)
 
 
+def settings_of(advice):
+    return re.findall(r"--set (\S+?)(?:,|$)", advice)
+
+
 @pytest.mark.parametrize("fail", [allocate_too_much, raise_cuda_error])
 def test_out_of_memory_is_one_line_with_valid_settings(fail):
     config = resolve([GSM8K])
@@ -50,8 +52,7 @@ def test_out_of_memory_is_one_line_with_valid_settings(fail):
     line = str(raised.value)
     assert line.startswith("out of memory (")
     assert "\n" not in line
-    settings = re.findall(r"--set (\S+?)(?:,|$)", line)
-    less = resolve([GSM8K, read_assignments(settings)])
+    less = resolve([GSM8K, read_assignments(settings_of(line))])
     assert less.optim.pass_tokens < config.optim.pass_tokens
     assert less.model.gradient_checkpointing
     assert less.model.dtype == "bfloat16"
@@ -68,13 +69,7 @@ def test_the_estimate_of_several_ranks_is_that_of_each():
     assert two.always["AdamW"] == pytest.approx(one.always["AdamW"] / 2, rel=0.001)
 
 
-def estimate_on(
-    config: RunConfig,
-    gib: float = 2**20,
-    on_gpu: bool = True,
-    ranks: int = 1,
-    engine_gib: float | None = None,
-) -> MemoryEstimate:
+def estimate_on(config, gib=2**20, on_gpu=True, ranks=1, engine_gib=None):
     """Return the estimate on an idle device with so many GiB."""
     device = Device("a device", int(gib * GIB), int(gib * GIB), on_gpu)
     engine = None if engine_gib is None else Device("cuda:1", int(engine_gib * GIB), int(engine_gib * GIB))
@@ -97,7 +92,8 @@ def test_an_engine_that_sleeps_shares_memory_with_the_update():
     assert "vLLM: weights and cache" in on_cpu.always, "an engine on a CPU does not sleep"
 
 
-def test_no_estimate_without_the_gpu_or_the_config(gpus, tmp_path):
+def test_no_estimate_without_the_gpu_or_the_config(add_gpus, tmp_path):
+    add_gpus()
     with pytest.raises(UserError, match="'cuda:7': not usable on this machine: Invalid device id"):
         memory_report(resolve([{"model": {"device": "cuda:7"}}]))
     (tmp_path / "config.json").write_text("{}")
@@ -105,14 +101,14 @@ def test_no_estimate_without_the_gpu_or_the_config(gpus, tmp_path):
         memory_report(resolve([{"model": {"path": str(tmp_path), "device": "cpu"}}]))
 
 
-def lag_of_1(**sampling: Any) -> RunConfig:
+def lag_of_1(**sampling):
     """Return settings of rollouts one step ahead, with 8 prompts × 4 completions of 30 + 20 tokens per step."""
     sizes = {"prompts": 8, "samples": 4, "max_prompt_tokens": 30, "max_tokens": 20}
     return resolve([{"sampling": {**sizes, "max_lag": 1, **sampling}}])
 
 
-def without_lag(config: RunConfig) -> RunConfig:
-    return config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_lag": 0})})
+def without_lag(config):
+    return with_values(config, {"sampling.max_lag": 0})
 
 
 VOCABULARY = 20
@@ -131,9 +127,8 @@ def test_an_engine_process_on_a_cpu_has_a_copy_of_the_weights_and_samples_during
     assert estimate.update == before.update
     assert estimate.peak == sum(estimate.always.values()) + sum(estimate.update.values())
     assert estimate.peak - before.peak == process, "the update is the larger phase"
-    lora = config.model_copy(update={"model": config.model.model_copy(update={"lora": LoraSettings(rank=8)})})
-    weights = estimate_on(lora, on_gpu=False).always["weights of the engine process"]
-    assert weights == 4 * PARAMETERS, "adapters are merged there"
+    lora = estimate_on(with_values(config, {"model.lora.rank": 8}), on_gpu=False)
+    assert lora.always["weights of the engine process"] == 4 * PARAMETERS, "adapters are merged there"
 
 
 def test_an_engine_process_on_the_trainers_gpu_does_not_sleep():
@@ -162,24 +157,10 @@ def test_each_gpu_must_have_enough_memory():
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the list of the GiB of each GPU of this machine, which a test fills; all memory is free."""
-    sizes: list[int] = []
-
-    def properties(device: int) -> SimpleNamespace:
-        return SimpleNamespace(name=f"GPU {device}", total_memory=sizes[device] * GIB)
-
-    def memory(device: int) -> tuple[int, int]:
-        if device >= len(sizes):
-            raise AssertionError("Invalid device id")
-        return sizes[device] * GIB, sizes[device] * GIB
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
+def add_gpus(monkeypatch):
+    """Return a function that gives this machine GPUs of so many GiB, all of them free; vLLM is installed."""
     monkeypatch.setattr("bandpo_cli.config.batch_and_sampling.is_installed", lambda package: True)
-    return sizes
+    return lambda *sizes: use_gpus(monkeypatch, [(gib * GIB, gib * GIB) for gib in sizes])
 
 
 @pytest.mark.slow
@@ -192,17 +173,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ([80, 80, 24, 24], "auto", 2, ("GPU 2 (cuda:2, cuda:3)", 24)),
     ],
 )
-def test_the_engine_is_estimated_on_the_gpu_that_it_will_have(gpus, sizes, device, ranks, expected):
-    gpus += sizes
-    config = lag_of_1()
-    config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
+def test_the_engine_is_estimated_on_the_gpu_that_it_will_have(add_gpus, sizes, device, ranks, expected):
+    add_gpus(*sizes)
+    config = with_values(lag_of_1(), {"model.device": device})
     engine = memory_report(config, ranks).engine_device
     assert (engine and (engine.name, engine.total // GIB)) == expected
     assert memory_report(without_lag(config), ranks).engine_device is None
 
 
-def test_both_gpus_are_printed(gpus):
-    gpus += [80, 40]
+def test_both_gpus_are_printed(add_gpus):
+    add_gpus(80, 40)
     half = {"memory_fraction": 0.5}
     text = printed(lag_of_1(vllm=half))
     assert "by the estimate, GPU 0 has 80.0 GiB; the engine 20.0 GiB, GPU 1 (cuda:1) has 40.0 GiB;" in text
@@ -210,21 +190,14 @@ def test_both_gpus_are_printed(gpus):
     assert rows["vLLM: weights and cache"] == "GPU"
     assert rows["weights"] == "always"
     assert "cuda:1" not in printed(without_lag(lag_of_1(vllm=half)))
-    gpus += [40, 40]
-    assert "of each rank" in printed(lag_of_1(vllm=half), ranks=2)
-    assert "GPU 2 (cuda:2, cuda:3) has 40.0 GiB" in printed(lag_of_1(vllm=half), ranks=2)
 
 
-def test_the_advice_is_for_the_gpu_with_too_little_memory(gpus):
-    gpus += [80, 8]
+def test_the_advice_is_for_the_gpu_with_too_little_memory(add_gpus):
+    add_gpus(80, 8)
     text = printed(lag_of_1(vllm={"memory_fraction": 0.999}))
     assert "too much" in text
     assert "it fits with --set sampling.vllm.memory_fraction=null\n" in text
     assert "optim.micro_batch_tokens" not in text
-
-
-def settings_of(advice: str) -> list[str]:
-    return re.findall(r"--set (\S+?)(?:,|$)", advice)
 
 
 PROCESS = "sampling.engine_process=false"
@@ -252,9 +225,9 @@ def test_less_memory_without_an_engine_process(engine, on_gpu, of_the_engine):
 
 
 @pytest.mark.parametrize(("cards", "helps"), [(1, True), (2, False)])
-def test_out_of_memory_of_an_engine_process(gpus, cards, helps):
+def test_out_of_memory_of_an_engine_process(add_gpus, cards, helps):
     """Settings of the updates, and no process, are advised where the trainer shares its GPU, and only there."""
-    gpus += [80] * cards
+    add_gpus(*[80] * cards)
     with pytest.raises(RunError) as raised, out_of_memory_errors(lag_of_1()):
         raise_cuda_error()
     assert (f"--set {PROCESS}" in str(raised.value)) == helps
@@ -275,10 +248,10 @@ def train(*arguments: str, cwd: Path, **options: object) -> subprocess.Completed
 
 
 @contextmanager
-def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
-    """Return a disk of this size; skip the test where none can be mounted."""
+def small_disk(place):
+    """Return a disk of 8 MiB; skip the test where none can be mounted."""
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(place)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount a small disk")
     try:
@@ -289,7 +262,7 @@ def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_a_full_disk_is_one_line(tmp_path):
-    with small_disk(tmp_path / "disk", 8) as disk:
+    with small_disk(tmp_path / "disk") as disk:
         state = os.statvfs(disk)
         (disk / "filler").write_bytes(bytes(state.f_bavail * state.f_frsize))
         done = train("--steps", "2", *SMALL, "--runs-dir", str(disk / "runs"), cwd=tmp_path)
@@ -300,7 +273,7 @@ def test_a_full_disk_is_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_a_read_only_runs_folder_is_reported_before_loading(tmp_path):
-    with small_disk(tmp_path / "disk", 8) as disk:
+    with small_disk(tmp_path / "disk") as disk:
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         done = train("--steps", "2", *SMALL, "--runs-dir", str(disk / "runs"), cwd=tmp_path)
         assert done.returncode == 2
@@ -333,8 +306,7 @@ def limit_memory() -> None:
 @pytest.mark.slow
 def test_out_of_memory_names_settings_to_change(tmp_path):
     many = "sampling.prompts=2048 sampling.samples=64 sampling.max_sequences=200000 evaluation.every=0"
-    flags = [word for setting in many.split() for word in ("--set", setting)]
-    done = train("--steps", "1", *SMALL, *flags, cwd=tmp_path, before=limit_memory)
+    done = train("--steps", "1", *SMALL, *train_runs.sets(many), cwd=tmp_path, before=limit_memory)
     assert done.returncode == 1
     assert "out of memory" in done.stderr
     assert "--set sampling.max_sequences=50000" in done.stderr
@@ -344,7 +316,5 @@ def test_only_known_system_errors_have_a_message():
     assert system_error_message(OSError("no number")) is None
     assert system_error_message(FileNotFoundError(errno.ENOENT, "gone", "x")) is None
     assert system_error_message(PermissionError(errno.EACCES, "no", "x")) == "x: permission denied"
-    assert (
-        system_error_message(OSError(errno.ENOSPC, "full"))
-        == "no space is left on the disk; free some, then continue"
-    )
+    full = system_error_message(OSError(errno.ENOSPC, "full"))
+    assert full == "no space is left on the disk; free some, then continue"

@@ -8,6 +8,7 @@ import pytest
 from bandpo_cli.cli.train_view import settings_rows
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.methods import METHODS
+from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.tracking.trackers import FIRST_METRICS, finite_metrics
 from tests.cli.eval_command import succeed
@@ -38,13 +39,10 @@ def test_the_source_names_settings_that_differ_from_the_published_ones():
 
 @pytest.mark.slow
 def test_a_run_of_a_method_without_bounds_in_every_view(tmp_path):
-    """SAPO clips nothing: no metric of an interval, a share of 0 clipped tokens, and nothing that reads them fails."""
     for name, method in (("soft", "sapo"), ("hard", "clip")):
-        succeed(
-            "train", "--method", method, *SMALL, "--steps", "2", "--lr", "1e-3", "--name", name, cwd=tmp_path
-        )
-    records = [json.loads(line) for line in (tmp_path / "runs/soft/metrics.jsonl").read_text().splitlines()]
-    for record in records[1:]:
+        flags = ("--steps", "2", "--lr", "1e-3", "--name", name)
+        succeed("train", "--method", method, *SMALL, *flags, cwd=tmp_path)
+    for record in RunFolder(tmp_path / "runs" / "soft").read_metrics()[1:]:
         assert "clip/outside_fraction" not in record
         assert record["clip/active_fraction"] == record["gradient/zero_fraction"] == 0
         sent = finite_metrics(record)

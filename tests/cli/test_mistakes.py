@@ -13,7 +13,6 @@ from bandpo_cli.config.layers import flatten, read_config, resolve
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.ratio_intervals import ClipSettings
-from bandpo_cli.methods.settings import BandSettings
 from bandpo_cli.settings_validation import trainer_keys
 from tests.cli.eval_command import Done, succeed, usage_error, without_torch
 
@@ -330,6 +329,3 @@ def test_configs_are_listed_and_shown(tmp_path):
         assert describe_config(path)[:60] in listed
     shown = succeed("configs", "show", "methods/band-tv", cwd=tmp_path).out
     assert shown == shipped_configs()["methods/band-tv"].read_text()
-    assert resolve([{"bounds": {"method": "band", "divergence": "tv"}}]).bounds == BandSettings(
-        divergence="tv"
-    )

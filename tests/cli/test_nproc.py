@@ -9,7 +9,7 @@ import mlflow
 import pytest
 
 from bandpo_cli.metric_names import FLOPS
-from tests.cli.processes import count_lines, ranks_of, wait_until
+from tests.cli.processes import count_lines, end_of, ranks_of, wait_until
 from tests.cli.train_runs import SMALL, file_contents, record, summary
 from tests.commands import Forked
 from tests.processes.checks import check_ended
@@ -42,17 +42,9 @@ Path(f"result-{os.environ['RANK']}.json").write_text(json.dumps(content))
 def start_as_torchrun(place: Path, module: str, *arguments: str) -> list[Forked]:
     """Start two ranks with the environment that torchrun gives them."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    return [
-        Forked(
-            *arguments,
-            cwd=place,
-            module=module,
-            **common,
-            **{f"{scope}RANK": str(rank) for scope in ("", "LOCAL_")},
-            **{f"{scope}WORLD_SIZE": "2" for scope in ("", "LOCAL_")},
-        )
-        for rank in range(2)
-    ]
+    common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    return [Forked(*arguments, cwd=place, module=module, **common, **rank) for rank in ranks]
 
 
 def start_ranks(place: Path, *arguments: str) -> Forked:
@@ -66,20 +58,16 @@ def kill_rank(process: Forked, rank: int, folder: Path, lines: int) -> tuple[str
     wait_until(process, lambda: count_lines(folder) > lines)
     ranks = ranks_of(process.pid, folder)
     os.kill(ranks[rank], signal.SIGKILL)
-    output = process.communicate(timeout=60)
-    assert process.returncode == 1, output
+    output = end_of(process, 1)
     check_ended(ranks, 0.0)
     return output
 
 
 def test_two_ranks_are_killed_stopped_and_resumed(tmp_path, monkeypatch):
-    """Compared with a run that nothing interrupts. Ranks of torchrun resume it at last, by the Python function."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     runs, store = tmp_path / "runs", (tmp_path / "mlruns").as_uri()
     complete = start_ranks(tmp_path, *SETTINGS, "--mlflow", "--tracking-uri", store, "--name", "complete")
-    out, err = complete.communicate(timeout=240)
-    assert complete.returncode == 0, out + err
-    assert "Traceback" not in err
+    out, _ = end_of(complete)
     assert out.count("run folder") == 2  # at the start and in the summary, of rank 0 alone
     assert "2 processes, 2 of a step's 4 prompts each" in out
     assert json.loads((runs / "complete" / "env.json").read_text())["ranks"] == 2
@@ -94,9 +82,9 @@ def test_two_ranks_are_killed_stopped_and_resumed(tmp_path, monkeypatch):
         "error: rank 1 was killed by SIGKILL (as the system does when memory runs out); "
         "continue with: bandpo train --resume a --nproc 2\n"
     )
-    assert (summary(folder)["status"], summary(folder)["error"]) == (
-        "FAILED",
-        "LostRankError: lost the connection to another rank, whose process has ended",
+    assert summary(folder)["status"] == "FAILED"
+    assert summary(folder)["error"].startswith(
+        "LostRankError: lost the connection to another rank, whose process"
     )
     assert "resume with: bandpo train --resume a --nproc 2" in out
 
@@ -105,8 +93,7 @@ def test_two_ranks_are_killed_stopped_and_resumed(tmp_path, monkeypatch):
     wait_until(process, lambda: count_lines(folder) > before)
     ranks = ranks_of(process.pid, folder)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, out + err
+    out, err = end_of(process, 130)
     check_ended(ranks, 0.0)
     assert err == "stopping after this step and its checkpoint; press Ctrl-C again to abort the step\n"
     stopped = summary(folder)["steps"]
@@ -122,8 +109,8 @@ def test_two_ranks_are_killed_stopped_and_resumed(tmp_path, monkeypatch):
 
     (tmp_path / "resume_script.py").write_text(RESUME_SCRIPT)
     ranks = start_as_torchrun(tmp_path, "resume_script", "a")
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    for rank in ranks:
+        end_of(rank)
     results = [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in range(2)]
     assert results[0][:3] == results[1][:3] == ["runs/a", "FINISHED", STEPS + 1]
     assert results[0][3] > 0  # callbacks of rank 0 receive the steps, those of others do not
@@ -131,9 +118,8 @@ def test_two_ranks_are_killed_stopped_and_resumed(tmp_path, monkeypatch):
 
     assert record(folder) == record(runs / "complete")
     ours, theirs = file_contents(folder), file_contents(runs / "complete")
-    kept = [
-        name for name in theirs if name.startswith(("samples/", "evals/", f"checkpoints/step-{STEPS:06d}/"))
-    ]
+    begin = ("samples/", "evals/", f"checkpoints/step-{STEPS:06d}/")
+    kept = [name for name in theirs if name.startswith(begin)]
     assert any(name.endswith("model.safetensors") for name in kept)
     # The optimizer's files have no fixed order of tensors; the steps after each resume compare their content.
     assert not [name for name in kept if "/trainer/" not in name and ours[name] != theirs[name]]
@@ -155,8 +141,7 @@ def test_sigterm_of_torchrun_to_its_ranks_writes_a_checkpoint(tmp_path):
 
 def test_a_fork_on_two_ranks_is_nearly_the_run_of_one(six_steps, tmp_path):
     process = start_ranks(tmp_path, "--fork", f"{six_steps}@4", "--name", "two", "--no-mlflow")
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, out + err
+    end_of(process)
     folder = tmp_path / "runs" / "two"
     assert json.loads((folder / "env.json").read_text())["parent"]["step"] == 4
     lines = record(folder)

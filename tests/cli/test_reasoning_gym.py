@@ -23,9 +23,8 @@ def test_the_list_is_printed_without_torch(tmp_path):
     lines = out.splitlines()
     assert len(lines) > 100
     assert [line.split()[0] for line in lines] == sorted(line.split()[0] for line in lines)
-    assert lines[[line.split()[0] for line in lines].index("maze")].split()[1:] == [
-        "min_dist=5", "max_dist=10", "min_grid_size=5", "max_grid_size=10",
-    ]  # fmt: skip
+    (maze,) = [line.split(maxsplit=1)[1] for line in lines if line.split()[0] == "maze"]
+    assert maze.split() == ["min_dist=5", "max_dist=10", "min_grid_size=5", "max_grid_size=10"]
     for command in ("eval", "sweep"):
         assert bandpo(command, "--task", "reasoning-gym:list", cwd=tmp_path).out == out
     assert not [*tmp_path.iterdir()]
@@ -66,7 +65,6 @@ SMALL = [
 
 @pytest.mark.slow
 def test_a_run_and_its_resume(place):
-    """Two steps on two generators; a resume after the first continues with the same problems and metrics."""
     done = succeed("train", *SMALL, "--name", "a", cwd=place)
     assert "reasoning-gym, 30 training problems" in done.out
     a, b = place / "runs" / "a", place / "runs" / "b"

@@ -1,6 +1,7 @@
 """`bandpo report`: output, location of the files, and error messages."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -14,11 +15,7 @@ FINALS = {"clip": {0: 0.40, 1: 0.42, 2: 0.41}, "kl 0.02": {0: 0.50, 1: 0.53, 2: 
 def report(monkeypatch, tmp_path):
     """Return a function that runs the command in an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments, **variables):
-        return bandpo("report", *arguments, cwd=tmp_path, **variables)
-
-    return run
+    return partial(bandpo, "report", cwd=tmp_path)
 
 
 def test_the_report_of_a_sweep_is_written_to_its_folder(report, tmp_path):
@@ -59,9 +56,8 @@ def test_the_report_of_single_runs_is_written_to_the_current_folder(report, tmp_
     assert "Against clip, final held-out accuracy is undecided for kl 0.05" in out
     assert (tmp_path / "report" / "report.html").is_file()
     assert report("runs/a0", "runs/a1", "runs/b0", "runs/b1")[0] == 0
-    usage_error(
-        "report", "runs/a0", "b0", cwd=tmp_path, parts=["report has a report of other runs", "--out DIR"]
-    )
+    parts = ["report has a report of other runs", "--out DIR"]
+    usage_error("report", "runs/a0", "b0", cwd=tmp_path, parts=parts)
     code, out, _ = report("runs", "--by", "bounds.method, optim.lr", "--out", "x")
     assert code == 0
     assert "band lr=5e-5" in out

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from bandpo_cli.processes import watch
-from tests.cli.processes import count_lines, ranks_of, wait_until
+from tests.cli.processes import count_lines, end_of, ranks_of, wait_until
 from tests.cli.train_runs import SMALL, summary
 from tests.commands import Forked, run_bandpo
 from tests.processes.checks import check_ended
@@ -30,8 +30,7 @@ def test_a_stopped_rank_is_named_and_the_run_can_be_resumed(tmp_path, rank):
     wait_until(process, lambda: count_lines(folder) > 4)
     ranks = ranks_of(process.pid, folder)
     os.kill(ranks[rank], signal.SIGSTOP)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 1, out + err
+    out, err = end_of(process, 1)
     check_ended(ranks, 0.0)
     # The other rank waits in an exchange, or in a collective of the model's shards.
     line = rf"waiting for rank {rank} (in the phase '\w+' of the step )?since"
@@ -40,7 +39,6 @@ def test_a_stopped_rank_is_named_and_the_run_can_be_resumed(tmp_path, rank):
     error = err.splitlines()[-1]
     assert f"rank {rank} has not answered for 0:00:04" in error
     assert "continue with: bandpo train --resume r --nproc 2" in error
-    assert "Traceback" not in out + err
     if rank:
         assert summary(folder)["status"] == "FAILED"
     before = count_lines(folder)
@@ -50,11 +48,9 @@ def test_a_stopped_rank_is_named_and_the_run_can_be_resumed(tmp_path, rank):
 
 
 def test_show_prints_where_the_processes_of_a_run_are(tmp_path):
-    """The run continues; a finished run has no process."""
     folder = tmp_path / "runs" / "r"
-    process = Forked(
-        "train", *SETTINGS, "--nproc", "2", cwd=tmp_path, fork_children=True, OMP_NUM_THREADS="1"
-    )
+    words = ["train", *SETTINGS, "--nproc", "2"]
+    process = Forked(*words, cwd=tmp_path, fork_children=True, OMP_NUM_THREADS="1")
     wait_until(process, lambda: count_lines(folder) > 2)
     ranks = ranks_of(process.pid, folder)
     shown = run_bandpo("show", "r", "--stacks", cwd=tmp_path)

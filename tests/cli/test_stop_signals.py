@@ -1,10 +1,12 @@
 """Signal handlers: the first signal waits for the end of the step, the second exits, and both are restored."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -35,10 +37,9 @@ def test_the_second_signal_exits(number, code, again, capfd):
 
 
 def test_the_first_sigterm_exits_the_block_and_later_ones_are_ignored():
-    before = signal.getsignal(signal.SIGTERM)
-    cleaned = []
+    before, cleaned = signal.getsignal(signal.SIGTERM), []
 
-    def work() -> None:
+    def work():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
@@ -53,18 +54,13 @@ def test_the_first_sigterm_exits_the_block_and_later_ones_are_ignored():
 
 
 def test_handlers_are_unchanged_in_another_thread():
-    before = signal.getsignal(signal.SIGTERM)
-    seen = []
-
-    def work() -> None:
+    def work():
         with StopSignals() as signals:
             signals.start(None)
-            seen.append((signal.getsignal(signal.SIGTERM), signals.is_requested()))
+            return signal.getsignal(signal.SIGTERM), signals.is_requested()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [(before, False)]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result() == (signal.getsignal(signal.SIGTERM), False)
 
 
 @pytest.fixture
@@ -107,14 +103,12 @@ def test_two_signals_that_arrive_in_native_code_abort_the_step():
 
 @pytest.mark.usefixtures("launched")
 def test_forwarded_signals_end_a_rank_that_does_not_train():
-    before = [signal.getsignal(number) for number in FORWARDED]
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in FORWARDED:
+            stack.callback(signal.signal, number, signal.getsignal(number))
         handle_forwarded_signals()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGUSR2)
-    finally:
-        for number, handler in zip(FORWARDED, before, strict=True):
-            signal.signal(number, handler)
 
 
 def test_a_rank_of_torchrun_ignores_sigterm_at_the_end(monkeypatch, capfd):
@@ -169,7 +163,6 @@ main()
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "number"), [("typer", signal.SIGINT), ("numpy", signal.SIGTERM)])
 def test_a_signal_during_the_imports_gives_one_line(module, number):
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(int(number))], capture_output=True, check=False
-    )
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(int(number))]
+    done = subprocess.run(command, capture_output=True)
     assert (done.stderr, done.returncode) == (b"stopped\n", 128 + number)

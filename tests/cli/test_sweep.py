@@ -16,17 +16,14 @@ from bandpo_cli.processes.watch import PARENT_INTERVAL_S
 from bandpo_cli.sweeps import sweep_run
 from bandpo_cli.sweeps.scheduler import LocalPool
 from tests.cli.eval_command import usage_error
-from tests.cli.processes import count_lines, descendants, kill_parent, wait_until
-from tests.cli.train_runs import record, summary
+from tests.cli.processes import count_lines, descendants, end_of, kill_parent, wait_until
+from tests.cli.train_runs import record, sets, summary
 from tests.commands import Forked
 
 pytestmark = pytest.mark.slow
 
-SMALL = [
-    "--steps", "2", "--set", "sampling.prompts=2", "--set", "sampling.samples=2", "--set", "optim.updates=2",
-    "--set", "evaluation.problems=2", "--set", "evaluation.samples=2", "--set", "evaluation.k=[2]",
-    "--no-mlflow",
-]  # fmt: skip
+SETTINGS = "sampling.prompts=2 sampling.samples=2 optim.updates=2 evaluation.problems=2 evaluation.samples=2 "
+SMALL = ["--steps", "2", *sets(SETTINGS + "evaluation.k=[2]"), "--no-mlflow"]
 
 
 def no_estimate() -> None:
@@ -43,9 +40,7 @@ def begin(place: Path, *arguments: str, with_trial: bool = False) -> Forked:
 
 def resume(place: Path, name: str) -> str:
     """Resume a sweep to its end and return its output."""
-    process = begin(place, "--resume", name)
-    out, err = process.communicate(240)
-    assert process.returncode == 0, out + err
+    out, _ = end_of(begin(place, "--resume", name))
     return out
 
 
@@ -65,10 +60,9 @@ def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path):
     assert not (sweep / "0.1-s0" / "summary.json").exists()
 
     assert "2 of 2 runs finished" in resume(tmp_path, "a")
-    assert [run["name"] for run in yaml.safe_load((sweep / "sweep.yaml").read_text())["runs"]] == [
-        "0.01-s0", "0.1-s0",
-    ]  # fmt: skip
-    for name in ("0.01-s0", "0.1-s0"):
+    names = [run["name"] for run in yaml.safe_load((sweep / "sweep.yaml").read_text())["runs"]]
+    assert names == ["0.01-s0", "0.1-s0"]
+    for name in names:
         assert summary(sweep / name)["status"] == "FINISHED"
         assert [line["step"] for line in record(sweep / name)] == [0, 1, 2]
     board = (sweep / "report" / "leaderboard.csv").read_text().splitlines()
@@ -78,8 +72,7 @@ def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path):
     assert run_alone(sweep / "plans" / "0.1-s0.yaml", tmp_path) == record(sweep / "0.1-s0")
 
     (sweep / "plans" / "0.01-s0.yaml").unlink()
-    line = usage_error("sweep", "--resume", "a", cwd=tmp_path)
-    assert "settings of run '0.01-s0' are missing" in line
+    usage_error("sweep", "--resume", "a", cwd=tmp_path, parts=["settings of run '0.01-s0' are missing"])
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
@@ -117,8 +110,7 @@ def test_a_failed_run_does_not_stop_others(tmp_path, monkeypatch):
     store = (tmp_path / "mlruns").as_uri()  # of files: a fork shares no connection to a database
     tracking = ["--mlflow", "--tracking-uri", store]
     sweep = begin(tmp_path, str(file), *SMALL, *tracking, "--jobs", "2", "--name", "b")
-    out, err = sweep.communicate(240)
-    assert sweep.returncode == 1, out + err
+    out, err = end_of(sweep, 1)
     assert "1 of 2 runs finished" in out
     assert "failed  bad-s0: exit code 1: error: " in out
     assert "bandpo sweep --resume b" in err
@@ -142,13 +134,11 @@ def test_a_signal_lets_all_runs_save_their_state(tmp_path):
     sweep = begin(tmp_path, "--seeds", "0,1", *SMALL, "--steps", "500", "--name", "c", "--jobs", "2")
     runs = [tmp_path / "runs/c" / name for name in ("band-s0", "band-s1")]
     wait_until(sweep, lambda: all(count_lines(run) > 2 for run in runs))
-    assert f"c is being written by process {sweep.pid} on" in usage_error(
-        "sweep", "--resume", "c", cwd=tmp_path
-    )
+    part = f"c is being written by process {sweep.pid} on"
+    usage_error("sweep", "--resume", "c", cwd=tmp_path, parts=[part])
     os.kill(json.loads((runs[0] / ".lock").read_text())["pid"], signal.SIGTERM)  # not the other run
     sweep.terminate()
-    out, err = sweep.communicate(timeout=60)
-    assert sweep.returncode == 143, err
+    out, _ = end_of(sweep, 143)
     assert "stopped by SIGTERM with 0 of 2 runs finished; resume with: bandpo sweep --resume c" in out
     for run in runs:
         ended = summary(run)
@@ -166,7 +156,6 @@ def test_the_executor_ray_executes_all_runs(tmp_path):
     pytest.importorskip("ray")
     words = ["sweep", "--seeds", "0", *SMALL, "--steps", "1", "--name", "there", "--executor", "ray"]
     sweep = Forked(*words, cwd=tmp_path, before=local_ray, fork_children=True, OMP_NUM_THREADS="1")
-    out, err = sweep.communicate(240)
-    assert sweep.returncode == 0, out + err
+    out, _ = end_of(sweep)
     assert "1 of 1 runs finished" in out
     assert [line["step"] for line in record(tmp_path / "runs/there/band-s0")] == [0, 1]

@@ -25,8 +25,9 @@ from rich.text import Text
 
 from bandpo_cli.cli.console import CONTINUES, Console, SafeStream, open_console, print_json, protect_streams
 from bandpo_cli.errors import escape_controls
-from tests.cli.train_runs import SMALL
+from tests.cli.train_runs import SMALL, sets
 from tests.commands import Forked, run_bandpo
+from tests.tasks.stored_completions import jsonl
 from tests.text_model import save_text_model
 
 HOSTILE = "\x1b[2J\x1b]52;c;ZXZpbA==\x07\x1b[38;5;199m\x9b5A\x7f\x00\x08\u202e\u2066\rEND"
@@ -132,13 +133,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     poison_json(runs / f"e{NAME}" / "eval.json", ("name", "status"))
     for path in (runs / f"e{NAME}").rglob("*.parquet"):
         poison_table(path)
-    rows = [
-        {"question": f"{row}+1? {HOSTILE}", "answer": HOSTILE, "id": HOSTILE + str(row)} for row in range(8)
-    ]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / f"{NAME}.jsonl").write_text(json.dumps({HOSTILE: HOSTILE}) + "\n")
+    rows = (
+        {"question": f"{row}+1? {HOSTILE}", "answer": HOSTILE, "id": f"{HOSTILE}{row}"} for row in range(8)
+    )
+    jsonl(folder / "data.jsonl", *rows)
+    jsonl(folder / f"{NAME}.jsonl", {HOSTILE: HOSTILE})
     row = {"question": "q", "answer": "1", "completion": HOSTILE, "id": HOSTILE}
-    (folder / "samples.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+    jsonl(folder / "samples.jsonl", row, row)
     (folder / "hostile_grader.py").write_text(
         f"import sys\n\ndef fail(*arguments):\n    print({HOSTILE!r}, flush=True)\n"
         f"    print({HOSTILE!r}, file=sys.stderr)\n    raise ValueError({HOSTILE!r})\n"
@@ -155,8 +156,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 DATA = ["--task", "data.jsonl", "--model", "model", "--max-tokens", "4", "--no-mlflow"]
-SETTINGS = ["sampling.prompts=2", "sampling.samples=2", "optim.updates=1", "evaluation.every=0"]
-FEW = [*DATA, "--steps", "1", *(word for setting in SETTINGS for word in ("--set", setting))]
+FEW = [
+    *DATA,
+    "--steps",
+    "1",
+    *sets("sampling.prompts=2 sampling.samples=2 optim.updates=1 evaluation.every=0"),
+]
 COMMANDS: Mapping[str, list[str]] = {
     "runs": ["runs"],
     "show": ["show", NAME],
@@ -183,7 +188,6 @@ COMMANDS: Mapping[str, list[str]] = {
     "bounds": ["bounds", NAME],
     "command": [NAME],
 }  # fmt: skip
-
 
 WITHOUT_FOREIGN_TEXT = {"compare evaluations", "train dry"}
 
@@ -234,12 +238,11 @@ def test_json_has_equal_values_in_every_encoding(encoding, monkeypatch):
 
 @pytest.mark.slow
 def test_characters_that_the_encoding_lacks_are_escaped(tmp_path):
-    done = subprocess.run(
+    command, environment = (
         [sys.executable, "-m", "bandpo_cli", "bounds", "0.1"],
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        check=True,
+        {"PYTHONIOENCODING": "ascii"},
     )
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, check=True)
     assert b"\\u0394p" in done.stdout
     assert done.stderr == b""
 

@@ -10,7 +10,7 @@ from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
 from bandpo_cli.storage.checkpoints import Progress, write_trainer_state
 from bandpo_cli.storage.run_folder import RunFolder
 from tests.cli.eval_command import succeed, usage_error
-from tests.cli.train_runs import SMALL, file_contents, metrics_lines, truncate_metrics
+from tests.cli.train_runs import SMALL_SETTINGS, file_contents, metrics_lines, truncate_metrics
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def placeholder_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a finished run of 6 steps with placeholder tensors, which a dry run does not load."""
     monkeypatch.setattr("bandpo_cli.cli.preview.print_dry_run", lambda *_: None)
     run = RunFolder.create(tmp_path / "runs", "a")
-    run.write_config(to_yaml(resolve([read_assignments(["steps=6", "seed=3", *SMALL[1:-3:2]])])))
+    run.write_config(to_yaml(resolve([read_assignments(["steps=6", "seed=3", *SMALL_SETTINGS.split()])])))
     for step in range(7):
         run.append_metrics({"step": step, "time/step": 1.0})
     for step in (2, 4, 6):

@@ -7,13 +7,17 @@ from typing import Any
 
 from bandpo_cli.metric_names import without_clock
 
-SMALL = [
-    "--set", "task.max_number=5",
-    "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
-    "--set", "evaluation.every=2", "--set", "evaluation.problems=4", "--set", "evaluation.samples=4",
-    "--set", "evaluation.k=[1,4]", "--set", "checkpoint.every=2", "--set", "checkpoint.keep_last=null",
-    "--seed", "3", "--no-mlflow",
-]  # fmt: skip
+
+def sets(settings: str) -> list[str]:
+    """Return the flags --set of settings that are separated by spaces."""
+    return [word for setting in settings.split() for word in ("--set", setting)]
+
+
+SMALL_SETTINGS = (
+    "task.max_number=5 sampling.prompts=4 sampling.samples=4 optim.updates=2 evaluation.every=2 evaluation.problems=4 "
+    "evaluation.samples=4 evaluation.k=[1,4] checkpoint.every=2 checkpoint.keep_last=null"
+)
+SMALL = [*sets(SMALL_SETTINGS), "--seed", "3", "--no-mlflow"]
 
 
 def metrics_lines(folder: Path) -> list[str]:
@@ -35,11 +39,9 @@ TIMED = ("metrics.jsonl", "env.json", "summary.json")
 def file_contents(folder: Path) -> dict[str, bytes]:
     """Return the files of a run by path without the lock; files and plots that depend on times are empty."""
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    timed = {path for path in paths if path.name in TIMED or path.parent.name == "plots"}
     return {
-        path.relative_to(folder).as_posix(): b""
-        if path.name in TIMED or path.parent.name == "plots"
-        else path.read_bytes()
-        for path in paths
+        path.relative_to(folder).as_posix(): b"" if path in timed else path.read_bytes() for path in paths
     }
 
 
@@ -55,10 +57,8 @@ def check_equal(folder: Path, uninterrupted: Path) -> None:
 
 def without_times(content: dict[str, Any]) -> dict[str, Any]:
     """Return a summary without what depends on the clock; the size of metrics.jsonl does, too."""
-    kept = {
-        key: value for key, value in without_clock(content).items() if key not in ("last_step", "overview_of")
-    }
-    return kept | {"overview": {**content["overview"], "started_ms": None}}
+    left_out = dict.fromkeys(("last_step", "overview_of"))
+    return without_clock(content) | left_out | {"overview": {**content["overview"], "started_ms": None}}
 
 
 def truncate_metrics(folder: Path, last: int) -> None:

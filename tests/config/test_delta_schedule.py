@@ -43,12 +43,7 @@ def test_radius_per_step_in_closed_form(bounds, expected):
     assert radii(4, **{"delta": 0.2, "delta_end": 0.04, **bounds}) == pytest.approx(expected, rel=1e-12)
 
 
-@given(
-    schedule=st.sampled_from(list(DELTA_SCHEDULES)),
-    start=st.floats(1e-4, 2),
-    end=st.floats(1e-4, 2),
-    steps=st.integers(2, 60),
-)
+@given(st.sampled_from(list(DELTA_SCHEDULES)), st.floats(1e-4, 2), st.floats(1e-4, 2), st.integers(2, 60))
 def test_radius_is_monotonic_and_ends_at_delta_end(schedule, start, end, steps):
     values = [start, *radii(steps, delta=start, delta_end=end, delta_schedule=schedule)]
     assert values[-1] == end
@@ -81,23 +76,15 @@ def test_every_method_with_a_trust_region_can_schedule_its_radius():
     regions = [name for name, entry in METHODS.items() if entry.trust_region]
     assert "band" in regions
     for name, cls in classes.items():
-        assert (
-            issubclass(cls, TrustRegionSettings)
-            == ("delta_schedule" in cls.model_fields)
-            == (name in regions)
-        )
+        has_key = "delta_schedule" in cls.model_fields
+        assert issubclass(cls, TrustRegionSettings) == has_key == (name in regions)
+        assert cls().scheduled(1, 10) == {}, "nothing is scheduled by default"
     for name in regions:
         settings = {"method": name, "delta": 0.2, "delta_end": 0.1, "delta_schedule": "linear"}
         assert radii(2, **settings) == pytest.approx([0.15, 0.1])
 
 
-def test_nothing_is_scheduled_by_default():
-    for settings in (cls() for cls in MethodSettings.classes().values()):
-        assert settings.scheduled(1, 10) == {}
-
-
 def test_the_settings_of_a_constant_radius_have_no_key_of_the_schedule():
-    """The config.yaml of a run without a schedule is the one that versions without schedules wrote."""
     stated = resolve([{"bounds": {"delta_schedule": "constant", "delta_end": None}}])
     assert list(stated.bounds.model_dump()) == ["method", "divergence", "delta", "max_ratio", "relax"]
     assert to_yaml(stated) == to_yaml(resolve([]))

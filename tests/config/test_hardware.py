@@ -89,9 +89,8 @@ def test_the_header_of_a_model_names_the_smallest_gpu_that_fits_and_the_memory_o
     # Of 8 GPUs: masters and two moments of float32, and a reference in bfloat16, an eighth of each.
     size, peak, held = map(int, eight.groups())
     assert round((4 + 8 + 2 * (config.objective.reference_kl > 0)) * PARAMETERS[model] / 8 / GIB) == held
-    report = report_on_gpu(
-        config_on_disk(tmp_path, model, *base, read_layer(PAPER / "eight-gpus.yaml")), size, 8
-    )
+    eight_gpus = read_layer(PAPER / "eight-gpus.yaml")
+    report = report_on_gpu(config_on_disk(tmp_path, model, *base, eight_gpus), size, 8)
     assert report.fits
     assert round(report.peak / GIB) == peak
     assert report.vllm > 1.5 * 2 * PARAMETERS[model]  # the engine has all weights, and room for its cache
@@ -146,6 +145,5 @@ def test_a_config_for_a_cpu_fits_a_small_machine(name):
 
 
 def test_no_other_header_names_a_gpu():
-    """A header that names one must be among those of the tests above."""
     files = {file for file in CONFIGS.rglob("*.yaml") if _ONE_GPU.search(file.read_text("utf-8"))}
     assert files == {*MODELS, *QWEN3, PAPER / "lora-7b.yaml", CONFIGS / "gsm8k.yaml"}

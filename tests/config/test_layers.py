@@ -71,9 +71,7 @@ def test_layers_are_merged(layers, equal):
 def test_a_bundled_model_decides_the_task_only_where_none_is_named(model, task):
     assert resolve([{"model": {"path": model}}]) == resolve([{"task": {"name": task}}])
     for named in {"countdown", "calculator"} - {task}:
-        config, other = (
-            resolve([{"task": {"name": named}, "model": {"path": path}}]) for path in (model, "another")
-        )
+        config, other = (resolve({"task.name": named, "model.path": path}) for path in (model, "another"))
         assert config == other.model_copy(update={"model": config.model})
 
 
@@ -109,23 +107,17 @@ def test_a_password_is_in_neither_the_config_nor_the_error_message():
         ("optim.micro_batch_tokens=0", ["tokens = 0: a whole number above 0 is expected, or auto"]),
         ("optim.lrr=1", ["optim.lrr", "no such setting", "did you mean 'lr'", "micro_batch_tokens"]),
         ("bonds={}", ["bonds", "did you mean 'bounds'"]),
-        ("bounds.method=clipp", ["bounds.method = 'clipp'", "did you mean 'clip'", "clip-higher"]),
         ("bounds.divergence=k1", ["bounds.divergence = 'k1'", "did you mean 'kl'", "hellinger"]),
-        ("bounds.delta=0", ["bounds.delta = 0", "greater than 0"]),
         ("bounds.delta=.nan", ["bounds.delta = nan", "finite"]),
         ("bounds.detla=0.1", ["bounds.detla", "did you mean 'delta'"]),
-        ("bounds={method: clip, delta: 0.1}", ["bounds.delta", "no such setting", "eps_low"]),
         ("bounds.relax.eps_lo=0.1", ["bounds.relax.eps_lo", "did you mean 'eps_low'"]),
         ("objective.aggregation=token_mean", ["objective.aggregation", "did you mean 'token-mean'"]),
-        ("sampling.engine=vllmm", ["sampling.engine = 'vllmm'", "transformers"]),
         ("optim.updates=7", ["sampling.prompts = 64", "optim.updates = 7", "63"]),
-        ("evaluation.k=[1, 32]", ["k = 32", "evaluation.samples is 16"]),
         ("optim.betas=0.9,0.99", ["optim.betas = '0.9,0.99': a list is expected here, such as optim.betas=[0.9,0.99]"]),
         ("model.chat_template_kwargs=false",
          ["keys with values are expected here, such as model.chat_template_kwargs.KEY=VALUE"]),
         ("evaluation.k=1,x", ["evaluation.k[1] = 'x': expected an integer"]),
         ("optim=3", ["optim = 3", "section"]),
-        ("bounds=clip", ["bounds"]),
         ("task.name=gsm8", [
              "= 'gsm8': unknown (did you mean 'gsm8k'?); allowed: countdown, calculator, reasoning-gym, data"]),
         ("task.name=[gsm8k]", ["task.name = ['gsm8k']", "unknown"]),
@@ -134,7 +126,6 @@ def test_a_password_is_in_neither_the_config_nor_the_error_message():
         ("task.train=x.jsonl", ["task.train: no such setting of 'countdown'", "of data, gsm8k", "add name: data"]),
         ("bounds={method: gspo, delta: 0.1}",
          ["of 'gspo'; known: method, eps_low", "; a setting of band, ripo, atr, dppo, cppo"]),
-        ("task={name: data, template: boxd}", ["task.template = 'boxd'", "did you mean 'boxed'"]),
         ("task={name: data, train: [a.jsonl, {pth: x}]}",
          ["task.train[1].pth: no such setting (did you mean 'path'?); known: name, path, subset"]),
         ("task={name: data, train: [{name: gsm9}]}",
@@ -142,7 +133,6 @@ def test_a_password_is_in_neither_the_config_nor_the_error_message():
         ("task={name: data, train: [{}]}", ["task.train[0] = {}", "give it a name (gsm8k", "or a path"]),
         ("task={name: data, heldout: [{path: x, fields: {qestion: q}}]}",
          ["task.heldout[0].fields.qestion: no such setting (did you mean 'question'?)"]),
-        ("steps=many", ["steps = 'many'", "integer"]),
         ("model.lora.alpha=2", ["model.lora.rank: no value is given; add --set model.lora.rank=VALUE"]),
         ("model.lora.rnk=4", ["model.lora.rnk: no such setting (did you mean 'rank'?)", "known: rank, alpha"]),
         ("model.lora=true", ["model.lora = True", "with keys below it: rank, alpha, target_modules"]),
@@ -151,10 +141,8 @@ def test_a_password_is_in_neither_the_config_nor_the_error_message():
 def test_an_invalid_setting_gives_a_one_line_message(setting, parts):
     with pytest.raises(ConfigError) as caught:
         resolve([read_assignments([setting])])
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message, message
+    assert "\n" not in str(caught.value)
+    assert [part for part in parts if part not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize(
@@ -268,10 +256,8 @@ def test_settings_in_python_are_dictionaries_and_objects_alike():
         {"steps": 2, "bounds": expected.bounds, "optim.lr": 1e-3},
     ]
     assert [resolve(settings) for settings in given] == [expected] * len(given)
-    dppo = resolve(
-        {"bounds.delta": 0.3, "bounds.method": "dppo"}
-    )  # the order of keys of one dictionary decides nothing
-    assert dppo == resolve({"bounds.method": "dppo", "bounds.delta": 0.3})
+    dppo = resolve({"bounds.delta": 0.3, "bounds.method": "dppo"})
+    assert dppo == resolve({"bounds.method": "dppo", "bounds.delta": 0.3}), "the order decides nothing"
     assert dppo.bounds.delta == 0.3
 
 

@@ -40,11 +40,7 @@ from bandpo_cli.errors import ConfigError
         ([], "stop.steps=0", "stop.steps=1"),
         (["objective.advantages=rloo"], "objective.advantage_std=false", "objective.advantage_std=true"),
         (["objective.advantages=maxrl"], "reward.wrong=-0.1", "reward.wrong=0"),
-        (
-            ["reward.overlong_buffer=1", "reward.wrong=0.5"],
-            "objective.advantages=maxrl",
-            "objective.advantages=batch",
-        ),
+        (["reward.overlong_buffer=1", "reward.wrong=0.5"], "objective.advantages=maxrl", "objective.advantages=batch"),
     ],
 )  # fmt: skip
 def test_contradictory_settings_are_refused_and_their_limit_is_accepted(others, refused, accepted):
@@ -57,7 +53,6 @@ def test_the_message_about_a_lag_names_the_settings_to_change():
     keys = "set objective.importance_cap, such as 2.0, or objective.old_logprobs to 'sampler'"
     with pytest.raises(ConfigError, match=rf"sampling\.max_lag = 4: .*{keys}"):
         resolve([read_assignments(["sampling.max_lag=4", "objective.importance_cap=null"])])
-    assert resolve([]).sampling.max_lag == 0, "the default"
 
 
 def test_adamw_defaults_equal_those_of_torch():
@@ -86,9 +81,7 @@ def test_k_follows_the_number_of_samples_unless_it_is_given(settings, k):
 
 def test_an_engine_process_is_refused_without_linux(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(
-        ConfigError, match=r"^the engine process needs Linux; set sampling\.engine_process=false"
-    ):
+    with pytest.raises(ConfigError, match=r"^the engine process needs Linux; set sampling\.engine_process=f"):
         check_engine("transformers", "cpu", has_process=True)
     check_engine("transformers", "cpu", has_process=False)
 

@@ -88,7 +88,7 @@ class Streaming(Engine):
     def sample_stream(
         self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
     ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
-        queue: list[tuple[int, SampleRequest]] = []
+        queue = []
         for item in enumerate(filter(None, requests)):
             queue.append(item)
             if len(queue) == 3:
@@ -148,7 +148,7 @@ def test_the_batch_size_limits_batches_of_stored_completions():
 
 def test_sampling_continues_while_a_batch_is_graded_and_stops_at_the_limit():
     """The first grading call waits until the engine has sampled all batches that it may sample meanwhile."""
-    counts: list[int] = []
+    counts = []
 
     class Waiting(Engine):
         def grade(self, *arguments: Any) -> Any:
@@ -201,7 +201,7 @@ def test_an_error_of_the_engine_cancels_the_answer_in_work(tmp_path, monkeypatch
                 raise StaleEngineError("stale")
             return super().sample(*arguments)
 
-    engine: Any = Stale()
+    engine = Stale()
     sets = {"a": [Problem(f"{index}", "?", "1", "a", "sleeper:judge") for index in range(4)]}
     with GraderPool(GradingConfig(deadline=1000.0, workers=1)) as pool:
         with pytest.raises(StaleEngineError):

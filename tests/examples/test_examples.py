@@ -19,6 +19,7 @@ from bandpo_cli.metric_names import FLOPS
 from bandpo_cli.storage.run_folder import RunFolder
 from examples import calculator, custom_grader, grpo_loop, guess_number, plot_two_runs, python_api, sums
 from tests.cli.eval_command import bandpo, succeed
+from tests.cli.processes import end_of
 from tests.cli.train_runs import SMALL, record
 from tests.commands import Forked
 from tests.tasks.stored_completions import jsonl
@@ -34,7 +35,6 @@ def test_the_plain_loop_is_short_and_rewards_sums_of_all_numbers():
 
 @pytest.mark.slow
 def test_the_plain_loop_trains(capsys, one_thread, monkeypatch):
-    """The shipped model solves some sums from the start."""
     monkeypatch.setattr(grpo_loop, "UPDATES", 1)
     history = grpo_loop.train(steps=2)
     assert len(history) == 2
@@ -151,9 +151,8 @@ def test_custom_code_beside_a_config_file_is_resumed_elsewhere_and_runs_on_two_r
     succeed(*start, "4", "--name", "complete", cwd=tmp_path)
     done = succeed(*start, "2", "--name", "stopped", "--callback", "watching:Watch", cwd=tmp_path)
     assert "watched 2" in done.out
-    assert sorted(path.name for path in (runs / "stopped").glob("*.py")) == [
-        "custom_advantages.py", "custom_loss.py", "watching.py",
-    ]  # fmt: skip
+    copies = {path.name for path in (runs / "stopped").glob("*.py")}
+    assert copies == {"custom_advantages.py", "custom_loss.py", "watching.py"}
     failed = bandpo(*start, "2", "--callback", "watching:Broken", cwd=tmp_path)
     assert failed.err.splitlines()[-1].endswith("no_such_attribute' (code/watching.py:9, in start)")
     assert (failed.code, "Traceback" in failed.err) == (1, False)
@@ -167,9 +166,7 @@ def test_custom_code_beside_a_config_file_is_resumed_elsewhere_and_runs_on_two_r
     assert "custom: custom_loss:SmoothGate, width = 0.3" in shown
 
     again = ("train", "-c", "runs/stopped/config.yaml", "--name", "ranks", "--nproc", "2")
-    process = Forked(*again, cwd=tmp_path, fork_children=True, OMP_NUM_THREADS="1")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, out + err
+    end_of(Forked(*again, cwd=tmp_path, fork_children=True, OMP_NUM_THREADS="1"))
     for ours, theirs in zip(record(runs / "ranks"), record(runs / "complete"), strict=True):
         # A prompt whose completions two ranks have goes through the model twice.
         assert ours == pytest.approx(theirs | {FLOPS: ours[FLOPS]}, rel=1e-3, abs=1e-5)

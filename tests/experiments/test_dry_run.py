@@ -25,17 +25,11 @@ def needs_gold(completions, gold): return [1.0]
 PROBLEMS = "question,answer\nWho?,Rome\n1+1?,2\n2+1?,3\n3+1?,4\n"
 
 TRIALS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "number": (
-        {},
-        ["'Answer: 2' correct 1.0", "grader 'number' cannot grade answers to 1 of 3 problems; the first: "],
-    ),
+    "number": ({}, ["'Answer: 2' correct 1.0", "'number' cannot grade answers to 1 of 3 problems; the f"]),
     "gsm8k": ({"template": "hashes"}, ["'#### 2' correct 1.0", "cannot grade answers to 1 of 3 problems"]),
     "math-dapo": (
         {"template": "boxed"},
-        [
-            "'\\\\boxed{2}' malformed 0.0",
-            "'math-dapo' does not read an answer in the form that task.template",
-        ],
+        ["'\\\\boxed{2}' malformed 0.0", "not read an answer in the form that"],
     ),
     "rewards:characters": ({"template": "plain"}, ["'2' wrong 0.01"]),
 }
@@ -143,14 +137,12 @@ def test_what_a_dry_run_accepts_training_starts(place, flags):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not os.environ.get("BANDPO_ODD_MODELS"), reason="needs a folder of models with odd properties"
+    "BANDPO_ODD_MODELS" not in os.environ, reason="needs a folder of models with odd properties"
 )
 def test_a_dry_run_judges_odd_models_as_training_does(tmp_path):
     (tmp_path / "sums.csv").write_text("question,answer\n" + "".join(f"{n}+1?,{n + 1}\n" for n in range(30)))
-    flags = "--task sums.csv --steps 1 --max-tokens 4 --no-mlflow"
-    flags += (
-        " --set sampling.prompts=2 --set sampling.samples=2 --set optim.updates=1 --set evaluation.every=0"
-    )
+    flags = "--task sums.csv --steps 1 --max-tokens 4 --no-mlflow --set sampling.prompts=2 "
+    flags += "--set sampling.samples=2 --set optim.updates=1 --set evaluation.every=0"
     for model in sorted(Path(os.environ["BANDPO_ODD_MODELS"]).iterdir()):
         words = (*flags.split(), "--model", str(model), "--set", "sampling.max_prompt_tokens=400")
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
@@ -160,15 +152,8 @@ def test_a_dry_run_judges_odd_models_as_training_does(tmp_path):
 @pytest.mark.slow
 def test_a_run_that_does_not_fit_is_checked_without_its_weights(tmp_path, monkeypatch):
     monkeypatch.setattr("bandpo_cli.sampling.rollouts.load_policy", None)
-    flags = (
-        "--max-tokens",
-        "400",
-        "--set",
-        "sampling.prompts=10000",
-        "--set",
-        "sampling.max_sequences=160000",
-    )
-    done = succeed("train", *flags, "--dry-run", cwd=tmp_path)
+    flags = "--max-tokens 400 --set sampling.prompts=10000 --set sampling.max_sequences=160000 --dry-run"
+    done = succeed("train", *flags.split(), cwd=tmp_path)
     why = "the run does not fit into the memory of this machine"
     assert f"not checked: the weights ({why}), the results" in done.out
     assert "prompt      of problem countdown/" in done.out

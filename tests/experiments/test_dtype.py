@@ -4,7 +4,6 @@ A GPU is replaced by the function that looks for one; the runs compute in bfloat
 """
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,34 +15,26 @@ from bandpo_cli.config.layers import read_layer, resolve, to_yaml, with_values
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import evaluate, resume, train
-from bandpo_cli.experiments.memory_check import GIB, memory_report, memory_savings
+from bandpo_cli.experiments.memory_check import memory_report, memory_savings
 from bandpo_cli.exports.verl_settings import overrides_of
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import load_policy
-from bandpo_cli.models.memory_estimate import Device, estimate_memory
+from bandpo_cli.models.memory_estimate import GIB, Device, estimate_memory
 from bandpo_cli.results import changed_settings
 from bandpo_cli.sweeps.estimate import seconds_from_earlier_runs
+from tests.config.shapes import use_gpus
 from tests.conftest import output_of
 from tests.experiments.test_api import SMALL
 
 RUN: list[Any] = [SMALL, {"steps": 1, "evaluation": {"every": 0}}]
 
-
 SHARE = "sampling.vllm.memory_fraction"
-
-
-def use_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make this machine one with a GPU, on which the code runs with the CPU."""
-    for module in ("experiments.memory_check", "experiments.run", "models.load", "sampling.rollouts"):
-        monkeypatch.setattr(f"bandpo_cli.{module}.is_gpu", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (80 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(name="a GPU"))
 
 
 def test_a_policy_is_loaded_in_the_dtype_of_its_device(monkeypatch):
     assert ModelConfig().dtype == "auto"
     assert load_policy(ModelConfig()).model.dtype == torch.float32
-    use_fake_gpu(monkeypatch)
+    use_gpus(monkeypatch, [(80 * GIB, 80 * GIB)])
     assert load_policy(ModelConfig()).model.dtype == torch.bfloat16
     assert load_policy(ModelConfig(dtype="float32")).model.dtype == torch.float32
 
@@ -51,7 +42,7 @@ def test_a_policy_is_loaded_in_the_dtype_of_its_device(monkeypatch):
 @pytest.mark.slow
 def test_a_run_with_auto_is_repeated_elsewhere(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        use_fake_gpu(patched)
+        use_gpus(patched, [(80 * GIB, 80 * GIB)])
         first = train(resolve(RUN), runs_dir=tmp_path, name="first")
         scored = evaluate(n=2, k=[2], limit=2, settings=[SMALL], runs_dir=tmp_path, name="scored")
     assert scored.record["config"]["model"]["dtype"] == "bfloat16"

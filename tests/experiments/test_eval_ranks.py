@@ -88,7 +88,6 @@ def resume_twice(ranks: Ranks, folder: Path) -> tuple[list[int], str, str]:
 
 @pytest.mark.slow
 def test_several_ranks_write_and_resume_the_evaluation_of_one(tmp_path):
-    """With three ranks a batch of two problems leaves one of them without a problem."""
     run(SINGLE, tmp_path, "one")
     results = run_ranks(3, tmp_path / "results", run, tmp_path, "three")
     compare(tmp_path / "one", tmp_path / "three")

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -14,12 +13,12 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
-from bandpo_cli.__main__ import main
 from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.experiments import import_verl
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.mlflow_store import sqlite_uri
+from tests.cli.eval_command import succeed, usage_error
 
 STEP = {
     "critic/score/mean": 0.25, "actor/entropy": 0.5, "actor/pg_clipfrac": 0.01, "actor/band_upper_fraction": 0.008,
@@ -58,14 +57,10 @@ def log_run(folder: Path, name: str, steps: dict[int, dict[str, float]], status:
     return str(run.info.run_id)
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
-
-
 def test_metrics_get_the_names_of_a_run_here(job, tmp_path):
     run, excluded = import_verl(job, runs_dir=tmp_path / "runs")
     assert (run.status, run.step, run.steps, run.name) == ("FINISHED", 3, 3, "job")
-    first, *_, last = records(run.path)
+    first, *_, last = RunFolder(run.path).read_metrics()
     assert first == {"step": 0, "eval/countdown/mean_at_16": 0.1}
     assert last == {
         "step": 3, "train/reward": 0.25, "clip/active_fraction": 0.01, "clip/upper_fraction": 0.008,
@@ -76,27 +71,26 @@ def test_metrics_get_the_names_of_a_run_here(job, tmp_path):
     assert json.loads((run.path / "verl.json").read_text("utf-8"))["excluded"] == excluded
     write_settings(job, steps=3, objective={"aggregation": "token-mean"})  # then the entropy means the same
     run, _ = import_verl(job, runs_dir=tmp_path / "runs", name="tokens")
-    assert records(run.path)[-1]["train/entropy"] == 0.5
+    assert RunFolder(run.path).read_metrics()[-1]["train/entropy"] == 0.5
 
 
 def test_the_last_run_of_the_name_or_the_one_that_is_named(job, tmp_path):
     log_run(job, "other", {1: STEP | {"critic/score/mean": 0.7}})
     later = log_run(job, "job", {1: STEP | {"critic/score/mean": 0.9}}, status="FAILED")
     run, _ = import_verl(job, runs_dir=tmp_path / "runs")
-    assert (run.status, records(run.path)[-1]["train/reward"]) == ("FAILED", 0.9)
+    assert (run.status, RunFolder(run.path).read_metrics()[-1]["train/reward"]) == ("FAILED", 0.9)
     again, _ = import_verl(job, runs_dir=tmp_path / "runs", name="again", run_id=later)
-    assert records(again.path) == records(run.path)
+    assert RunFolder(again.path).read_metrics() == RunFolder(run.path).read_metrics()
 
 
-def test_an_import_is_not_resumed(job, tmp_path, capsys):
+def test_an_import_is_not_resumed(job, tmp_path):
     """A resume without checkpoints would start again and replace the imported metrics."""
     write_settings(job, steps=50)
     run, _ = import_verl(job, runs_dir=tmp_path / "runs")
     assert run.status == "FAILED"  # verl ends the MLflow run as FINISHED after an error, too
     folder = run.path
     before = (folder / "metrics.jsonl").read_bytes()
-    assert run_command("train", "--resume", "job", "--runs-dir", str(tmp_path / "runs")) == 2
-    assert "job was imported from verl" in capsys.readouterr().err
+    usage_error("train", "--resume", "job", cwd=tmp_path, parts=["job was imported from verl"])
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
@@ -128,51 +122,40 @@ def test_a_server_that_fails_ends_the_import_in_one_line_without_retries(job, tm
     """The server answers the check of its health, and MLflow with 503, which MLflow by itself retries for minutes."""
     requests: list[str] = []
 
+    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
     def answer(handler: BaseHTTPRequestHandler) -> None:
         requests.append(handler.path)
         handler.send_response(200 if handler.path == "/health" else 503)
         handler.end_headers()
 
-    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_DISABLE_TELEMETRY"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    handler = type(
-        "FailingHandler", (BaseHTTPRequestHandler,), {"do_GET": answer, "log_message": mock.Mock()}
-    )
+    methods = {"do_GET": answer, "log_message": mock.Mock()}
+    handler = type("FailingHandler", (BaseHTTPRequestHandler,), methods)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     Thread(target=server.serve_forever, daemon=True).start()
     uri = f"http://user:hunter2@127.0.0.1:{server.server_port}"
-    place = ("--tracking-uri", uri, "--runs-dir", str(tmp_path / "r"))
-    assert run_command("import", "verl", str(job), *place) == 1
+    with pytest.raises(
+        RunError, match=r"^MLflow at http://\*\*\*@127.*MlflowException: API request"
+    ) as raised:
+        import_verl(job, uri=uri, runs_dir=tmp_path / "r")
     server.shutdown()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: MLflow at http://***@127.0.0.1")
-    assert "MlflowException: API request" in line
-    assert [path for path in requests if path != "/health"] == requests[1:2]
+    assert ("\n" in str(raised.value), capsys.readouterr().err) == (False, "")
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    assert [path for path in requests if path != "/health"] == requests[1:2]
     assert not (tmp_path / "r").exists()
 
 
-def run_command(*arguments: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["bandpo", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
 @pytest.mark.slow
-def test_runs_of_both_engines_are_two_arms_of_one_report(job, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # the report is written there
+def test_runs_of_both_engines_are_two_arms_of_one_report(job, tmp_path):
     own = RunFolder.create(tmp_path, "own")
     own.write_config(to_yaml(resolve([{"steps": 3}])))
     own.append_metrics({"step": 3, "train/entropy": 0.6, "eval/countdown/mean_at_16": 0.35})
     own.write_summary({"status": "FINISHED", "steps": 3})
-    assert run_command("import", "verl", str(job), "--name", "theirs", "--runs-dir", str(tmp_path)) == 0
-    out = capsys.readouterr().out
+    out = succeed("import", "verl", job, "--name", "theirs", "--runs-dir", tmp_path, cwd=tmp_path).out
     assert "FINISHED, step 3 of 3" in out
     assert "excluded  actor/entropy" in out
-    assert run_command("report", str(own.path), str(tmp_path / "theirs"), "--format", "json") == 0
-    variants = json.loads(capsys.readouterr().out)["variants"]
+    printed = succeed("report", own.path, tmp_path / "theirs", "--format", "json", cwd=tmp_path).out
+    variants = json.loads(printed)["variants"]
     assert {variant["name"] for variant in variants} == {"kl 0.05", "kl 0.05 engine=verl"}

@@ -23,13 +23,13 @@ from bandpo_cli.config.layers import flatten, read_assignments, read_layer, reso
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import memory_check, resume, train
-from bandpo_cli.experiments.memory_check import GIB, check_memory, memory_of_task, memory_report
+from bandpo_cli.experiments.memory_check import check_memory, memory_of_task, memory_report
 from bandpo_cli.experiments.resume_and_fork import CHANGEABLE_SETTINGS
 from bandpo_cli.experiments.run import load_components
-from bandpo_cli.models.memory_estimate import SLEEPING_ENGINE_BYTES, Device, estimate_memory
+from bandpo_cli.models.memory_estimate import GIB, SLEEPING_ENGINE_BYTES, Device, estimate_memory
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.tasks.task import build_task
-from tests.config.shapes import config_on_disk
+from tests.config.shapes import config_on_disk, use_gpus
 from tests.experiments.test_api import SMALL
 
 GSM8K = {"task": {"name": "gsm8k"}}
@@ -39,25 +39,16 @@ AWAKE = {"sampling": {"vllm": {"sleep": False, "memory_fraction": 0.6}}}
 DOCUMENTS = [Path(__file__).parents[2] / "docs" / name for name in ("performance.md", "faq.md")]
 
 
-class Gpus(list[tuple[float, float]]):
-    """The GPUs of this machine: total and free GB of each."""
-
-    def add(self, total: float, free: float | None = None) -> None:
-        self.append((total, total if free is None else free))
+def gb(total, free=None):
+    """Return the total and the free bytes of a GPU."""
+    return int(1e9 * total), int(1e9 * (total if free is None else free))
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    gpus = Gpus()
-
-    def properties(card: int) -> SimpleNamespace:
-        return SimpleNamespace(name=f"GPU {card}", total_memory=0)
-
-    for module in ("experiments.memory_check", "experiments.run", "models.load", "sampling.rollouts"):
-        monkeypatch.setattr(f"bandpo_cli.{module}.is_gpu", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: [int(1e9 * gb) for gb in gpus[card][::-1]])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+def gpus(monkeypatch):
+    """Return the GPUs of this machine, which a test adds; vLLM is installed."""
+    gpus = []
+    use_gpus(monkeypatch, gpus)
     monkeypatch.setattr("bandpo_cli.config.batch_and_sampling.is_installed", lambda package: True)
     return gpus
 
@@ -76,8 +67,7 @@ def flags_of(message: str) -> list[str]:
 
 
 def test_the_estimate_is_one_line(gpus, tmp_path, caplog):
-    """A share that is given stays, and other engines have none."""
-    gpus.add(80)
+    gpus.append(gb(80))
     config = four_layers(tmp_path)
     with caplog.at_level(logging.INFO, "bandpo_cli"):
         share = share_of(config)
@@ -89,9 +79,8 @@ def test_the_estimate_is_one_line(gpus, tmp_path, caplog):
         f"vLLM's share is {share:g} ({estimate.vllm / GIB:.1f} GiB); auto is model.gradient_checkpointing=false, "
         "optim.micro_batch_tokens=16384, sampling.vllm.sleep=true"
     )
-    given = with_values(
-        config, {SHARE: 0.3, "model.gradient_checkpointing": True, "sampling.vllm.sleep": True}
-    )
+    given = {SHARE: 0.3, "model.gradient_checkpointing": True, "sampling.vllm.sleep": True}
+    given = with_values(config, given)
     assert share_of(given) == 0.3
     assert memory_report(given).chosen == {"optim.micro_batch_tokens": 16384}
     with caplog.at_level(logging.INFO, "bandpo_cli"):
@@ -104,15 +93,15 @@ def test_the_estimate_is_one_line(gpus, tmp_path, caplog):
 @pytest.mark.slow
 def test_the_share_of_vllm_follows_from_the_estimate(gpus, tmp_path):
     """It is what a full batch needs, computed by hand, and at most what the trainer and other processes leave."""
-    gpus.add(80)
+    gpus.append(gb(80))
     config = config_on_disk(tmp_path, "Qwen/Qwen2.5-1.5B-Instruct", GSM8K)
     # 2 bytes per weight; 512 sequences of 2,048 tokens, keys and values of 2 heads of 128 in 28 layers
     needed = 2 * 1.5437e9 + 512 * 2048 * 2 * 28 * 2 * 128 * 2 + 512 * 151936 * 20 + SLEEPING_ENGINE_BYTES
     assert share_of(config) == pytest.approx(needed / 80e9, abs=0.01)
     held = 14 * 1.5437  # GB of weights, masters and two moments
-    gpus[0] = 80, 50
+    gpus[0] = gb(80, 50)
     assert 0.93 * 50 < 80 * share_of(config) + held < 0.95 * 50
-    gpus[0] = 24, 24
+    gpus[0] = gb(24)
     evaluated = check_memory(config, SINGLE, training=False).sampling.vllm.memory_fraction
     assert 0.93 < evaluated + 2 * 1.5437 / 24 < 0.95
 
@@ -121,13 +110,10 @@ def test_the_share_of_vllm_follows_from_the_estimate(gpus, tmp_path):
 @pytest.mark.parametrize("gigabytes", [16, 32, 48, 56, 64, 72, 80, 141])
 def test_auto_is_the_fastest_choice_that_leaves_a_margin(gpus, tmp_path, gigabytes):
     """Its update takes at most 95% of the 95% of the card that a run may take; an engine awake has all it can use."""
-    gpus.add(gigabytes)
+    gpus.append(gb(gigabytes))
     config = four_layers(tmp_path, sampling={"max_sequences": 64})
     keys = ("model.gradient_checkpointing", "optim.micro_batch_tokens", "sampling.vllm.sleep")
-    choices = [
-        *product((False, True), (16384, 8192), (False, True)),
-        *((True, size, True) for size in (4096, 2048)),
-    ]
+    choices = [*product((False, True), (16384, 8192), (False, True)), (True, 4096, True), (True, 2048, True)]
 
     def leaves_a_margin(values: tuple[Any, ...]) -> bool:
         estimate = memory_report(with_values(config, dict(zip(keys, values, strict=True))))
@@ -145,7 +131,7 @@ def test_auto_is_the_fastest_choice_that_leaves_a_margin(gpus, tmp_path, gigabyt
 def test_the_rank_with_the_least_memory_chooses_for_all(gpus, tmp_path):
     config, estimates = four_layers(tmp_path), []
     for free in (80, 48):
-        gpus[:] = [(80, free)]
+        gpus[:] = [gb(80, free)]
         estimates.append(memory_of_task(config, None, 2))
     much, little = (estimate for _, estimate in estimates)
     assert much.chosen != little.chosen
@@ -166,7 +152,7 @@ def share_of(config: RunConfig) -> float | None:
 
 @pytest.mark.parametrize("sampling", [{"vllm": {"sleep": False}}, {"max_lag": 1}])
 def test_an_engine_beside_the_update(gpus, tmp_path, sampling):
-    gpus.add(80)
+    gpus.append(gb(80))
     config = four_layers(tmp_path, sampling={**sampling, "max_sequences": 1024, "max_tokens": 4096})
     share, estimate = share_of(config), memory_report(config)
     beside = 14 * estimate.parameters + sum(estimate.update.values())
@@ -183,10 +169,8 @@ def test_an_engine_beside_the_update(gpus, tmp_path, sampling):
         (24, {}, {"model.lora.rank"}),
     ],
 )
-def test_a_run_that_cannot_fit_is_refused_with_settings_that_make_it_fit(
-    gpus, tmp_path, total, settings, keys
-):
-    gpus.add(total)
+def test_a_run_that_cannot_fit_is_refused_with_settings_that_help(gpus, tmp_path, total, settings, keys):
+    gpus.append(gb(total))
     config = four_layers(tmp_path, **settings)
     with pytest.raises(UserError, match="at the peak by the estimate, GPU 0 has ") as raised:
         check_memory(config, SINGLE)
@@ -200,7 +184,7 @@ def test_a_run_that_cannot_fit_is_refused_with_settings_that_make_it_fit(
 
 
 def test_a_resume_is_advised_to_change_what_may_change(gpus, tmp_path):
-    gpus.add(80)
+    gpus.append(gb(80))
     with pytest.raises(UserError) as raised:
         check_memory(four_layers(tmp_path, **LARGE_UPDATES), SINGLE, changeable=CHANGEABLE_SETTINGS)
     assert flags_of(str(raised.value)) == ["model.gradient_checkpointing=true"]
@@ -208,18 +192,18 @@ def test_a_resume_is_advised_to_change_what_may_change(gpus, tmp_path):
 
 @pytest.mark.slow
 def test_more_gpus_of_the_machine_come_before_other_weights(gpus, tmp_path):
-    gpus += [(24, 24)] * 8
+    gpus += [gb(24)] * 8
     config = four_layers(tmp_path)
     with pytest.raises(UserError, match=r"it fits with --nproc 4$"):
         check_memory(config, SINGLE)
-    gpus[:] = [(6, 6)]
+    gpus[:] = [gb(6)]
     with pytest.raises(UserError, match="no setting tried makes it fit; use a smaller model or more GPUs"):
         check_memory(config, SINGLE)
 
 
 @pytest.mark.slow
 def test_a_full_gpu_is_named(gpus, tmp_path, monkeypatch):
-    gpus.add(80, free=10)
+    gpus.append(gb(80, free=10))
     config = four_layers(tmp_path)
     free = r"GPU 0 has 74\.5 GiB, of which other processes leave 9\.3 GiB"
     with pytest.raises(UserError, match=free) as raised:
@@ -238,7 +222,7 @@ def test_a_full_gpu_is_named(gpus, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_large_cache_is_a_warning(gpus, tmp_path, caplog):
     """The transformers engine allocates its cache as completions grow."""
-    gpus.add(80)
+    gpus.append(gb(80))
     sampling = {"engine": "transformers", "max_sequences": 8192, "samples": 256}
     check_memory(four_layers(tmp_path, sampling=sampling), SINGLE)
     (record,) = caplog.records
@@ -283,7 +267,7 @@ def test_an_evaluation_is_estimated_by_its_completions(problems, sequences):
 
 @pytest.mark.slow
 def test_the_model_is_not_loaded(gpus, tmp_path, monkeypatch):
-    gpus.add(0.5)
+    gpus.append(gb(0.5))
     monkeypatch.setattr("bandpo_cli.sampling.rollouts.load_policy", None)
     monkeypatch.setattr(memory_check, "saving_advice", lambda *_: "")  # it tries seventy settings
     with pytest.raises(UserError, match=r"GPU 0 has 0\.5 GiB"):
@@ -334,11 +318,8 @@ def test_the_tables_of_the_docs_are_the_estimate(tmp_path, monkeypatch):
         base = estimate.parameters - estimate.trained * bool(lora)
         assert base == pytest.approx(parameters[name], rel=0.001)
         assert (f"{estimate.peak / GIB:.1f}", f"{estimate.memory_fraction:g}") == (peak, share), name
-        assert [*estimate.chosen.values()] == [
-            choices[0] == "yes",
-            int(choices[1].replace(",", "")),
-            choices[2] == "yes",
-        ]
+        checkpointing, size, sleep = estimate.chosen.values()
+        assert [checkpointing, f"{size:,}", sleep] == [choices[0] == "yes", choices[1], choices[2] == "yes"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Criteria of `stop`: the steps that count, the run that they end, its resume, and several ranks."""
 
-import json
 import logging
 import shutil
 from contextlib import nullcontext
@@ -16,12 +15,14 @@ from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.experiments import fork, resume, train
 from bandpo_cli.experiments.monitor import StepMonitor, stop_reason
 from bandpo_cli.experiments.record import close_record
-from bandpo_cli.metric_names import AXES, without_clock
+from bandpo_cli.metric_names import AXES
 from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.reports import run_plots
 from bandpo_cli.results import describe_line
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
+from tests.cli.train_runs import record, summary
+from tests.experiments import test_api
 from tests.training.several_ranks import run_ranks
 
 LOW, HIGH = 0.05, 0.5
@@ -63,25 +64,9 @@ def test_consecutive_steps_beyond_a_limit_are_counted(limit, values, count):
     assert stop_reason(resolve([{"stop": {"steps": 1}}]), records) is None, "there is no limit"
 
 
-SMALL: dict[str, Any] = {
-    "steps": 5,
-    "task": {"max_number": 5},
-    "sampling": {"prompts": 2, "samples": 2},
-    "optim": {"updates": 1, "warmup_steps": 0},
-    "evaluation": {"problems": 2, "samples": 2, "k": [2], "every": 2},
-    "checkpoint": {"every": 2, "keep_last": None},
-    "tracking": {"mlflow": False},
-}
+SMALL = {**test_api.SMALL, "steps": 5, "checkpoint": {"every": 2, "keep_last": None}}
 STOP = {"stop": {"entropy_below": 10.0, "steps": 3}}
 """The entropy of the bundled model is never above 10 nats."""
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "summary.json").read_text()))
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [without_clock(line) for line in RunFolder(folder).read_metrics()]
 
 
 @pytest.mark.parametrize("status", ["FINISHED", "KILLED", "FAILED"])
@@ -105,7 +90,7 @@ def test_a_step_whose_tokens_are_all_masked_is_warned_of_once():
     skipped = {**trained, "optim/skipped_updates": 1.0}
     records = [{**trained, "gradient/zero_fraction": 0.9}, {"step": 2}, skipped, masked, masked]
     monitor = StepMonitor(resolve([]), [])
-    warnings = [monitor.add(StepReport(number, record, None)) for number, record in enumerate(records)]
+    warnings = [monitor.add(StepReport(number, line, None)) for number, line in enumerate(records)]
     assert [len(lines) for lines in warnings] == [0, 0, 0, 1, 0]
     assert "sampler/importance_masked_fraction 1" in warnings[3][0]
 
@@ -118,16 +103,16 @@ def test_a_criterion_ends_a_run_which_resumes_with_another_limit(tmp_path, caplo
     caplog.clear()
     result = train(resolve([SMALL, STOP]), tmp_path, "early")
     assert result.status == "FINISHED"
-    assert lines(result.folder) == lines(full.folder)[:4]
+    assert record(result.folder) == record(full.folder)[:4]
     assert sorted(complete_checkpoints(RunFolder(result.folder)).complete) == [2, 3]
     reason = summary(result.folder)["stopped_by"]
-    assert reason.startswith(
-        "stop.entropy_below = 10: train/entropy was below it in each of the last 3 steps"
+    assert reason.startswith("stop.entropy_below = 10: train/entropy was below it in each of the last 3 step")
+    entropy = record(result.folder)[2]["train/entropy"]
+    warning = (
+        "stop.entropy_below = 10: train/entropy was below it in each of the last 2 steps, most recently "
     )
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{describe_warning(result.folder)}; the run ends after 3 such steps",
-        f"the run ends after step 3 of 5: {reason}",
-    ]
+    warning += f"{entropy:.3g} nats; the run ends after 3 such steps"
+    assert caplog.messages == [warning, f"the run ends after step 3 of 5: {reason}"]
     assert describe_line(result.folder, tmp_path).stopped_by == reason
     assert summary(full.folder)["stopped_by"] is None
 
@@ -135,16 +120,14 @@ def test_a_criterion_ends_a_run_which_resumes_with_another_limit(tmp_path, caplo
     (killed / "summary.json").unlink()
     shutil.rmtree(killed / "checkpoints" / "step-000003")
     assert resume("killed", tmp_path).status == "FINISHED"
-    assert (summary(killed)["stopped_by"], lines(killed)) == (reason, lines(result.folder))
+    assert (summary(killed)["stopped_by"], record(killed)) == (reason, record(result.folder))
 
     with pytest.raises(UserError, match=r"has ended: stop\.entropy_below .* --set stop\.entropy_below=null$"):
         resume("early", tmp_path)
-    with pytest.raises(
-        UserError, match=r"early@3: the fork ends at once: .* --set stop\.entropy_below=null$"
-    ):
+    with pytest.raises(UserError, match=r"early@3: the fork ends at once: .* stop\.entropy_below=null$"):
         fork("early", tmp_path)
     resumed = resume("early", tmp_path, [{"stop": {"entropy_below": None}}])
-    assert lines(resumed.folder) == lines(full.folder)
+    assert record(resumed.folder) == record(full.folder)
     assert (resumed.status, summary(resumed.folder)["stopped_by"]) == ("FINISHED", None)
 
 
@@ -152,26 +135,23 @@ def test_a_criterion_ends_a_run_which_resumes_with_another_limit(tmp_path, caplo
 @pytest.mark.parametrize("name", ["tokens", "flops"])
 def test_the_step_that_reaches_a_budget_is_the_last_with_evaluation_and_checkpoint(tmp_path, name):
     """Step 3 is neither due for an evaluation nor for a checkpoint; a resume without the budget is the full run."""
-    full = lines(train(resolve([SMALL]), tmp_path, "full").folder)
+    full = record(train(resolve([SMALL]), tmp_path, "full").folder)
     metric = AXES[name].key
     budget = full[3][metric] if name == "flops" else full[2][metric] + 1
     result = train(resolve([SMALL, {"stop": {name: budget}}]), tmp_path, "early")
-    ended = lines(result.folder)
+    ended = record(result.folder)
     assert (result.status, [line["step"] for line in ended]) == ("FINISHED", [0, 1, 2, 3])
     assert {key: ended[3][key] for key in full[3]} == full[3]
-    assert [key for key in ended[3] if key not in full[3]] == [
-        key for key in full[2] if key.startswith("eval/")
-    ]
+    evaluated = [key for key in full[2] if key.startswith("eval/")]
+    assert [key for key in ended[3] if key not in full[3]] == evaluated
     assert sorted(complete_checkpoints(RunFolder(result.folder)).complete) == [2, 3]
     assert (result.folder / "token_values" / "step-000003.parquet").exists()
     reason = summary(result.folder)["stopped_by"]
     assert reason == f"stop.{name} = {budget:g}: the run has taken {full[3][metric]:.6g} ({metric})"
-    with pytest.raises(
-        UserError, match=f"has ended: stop.{name} = .*; to continue: .* --set stop.{name}=null"
-    ):
+    with pytest.raises(UserError, match=f"has ended: stop.{name} = .*; to continue: .* stop.{name}=null"):
         resume("early", tmp_path)
     resumed = resume("early", tmp_path, settings=[{"stop": {name: None}}])
-    assert lines(resumed.folder)[4:] == full[4:]
+    assert record(resumed.folder)[4:] == full[4:]
 
 
 def test_a_budget_is_compared_with_the_totals_unless_all_steps_are_done():
@@ -179,13 +159,6 @@ def test_a_budget_is_compared_with_the_totals_unless_all_steps_are_done():
     assert stop_reason(config, [{"step": 1, "compute/sampled_tokens": 4}]) is None
     assert stop_reason(config, [{"step": 1, "compute/sampled_tokens": 5}]) is not None
     assert stop_reason(config, [{"step": 100, "compute/sampled_tokens": 5}]) is None, "all steps are done"
-
-
-def describe_warning(folder: Path) -> str:
-    """Return the beginning of the warning after step 2, which is half of 3 steps."""
-    entropy = lines(folder)[2]["train/entropy"]
-    beyond = "train/entropy was below it in each of the last 2 steps"
-    return f"stop.entropy_below = 10: {beyond}, most recently {entropy:.3g} nats"
 
 
 class StopsOnRankOne(CallbackBase):
@@ -211,10 +184,7 @@ def on_ranks(ranks: Ranks, folder: Path, settings: dict[str, Any]) -> tuple[str,
 
 @pytest.mark.slow
 def test_all_ranks_end_after_the_same_step(tmp_path):
-    """By a criterion, which rank 0 knows, and by a callback on another rank."""
     expected = ("FINISHED", "stop.ent", [0, 1, 2, 3])
     assert run_ranks(2, tmp_path / "a", on_ranks, tmp_path / "a-runs", STOP) == [expected] * 2
-    assert (
-        run_ranks(2, tmp_path / "b", on_ranks, tmp_path / "b-runs", {})
-        == [("FINISHED", "rank 1", [0, 1])] * 2
-    )
+    expected = ("FINISHED", "rank 1", [0, 1])
+    assert run_ranks(2, tmp_path / "b", on_ranks, tmp_path / "b-runs", {}) == [expected] * 2

@@ -23,13 +23,7 @@ DYNAMIC = {**DATA, "sampling": {"dynamic": True}}
 BURST = {"clip/active_fraction": 0.45, "ratio/max": 5000.0}
 
 
-def metrics(
-    accuracy: float = 0.5,
-    useful: float = 0.6,
-    truncated: float = 0,
-    unreadable: float = 0,
-    ungraded: float = 0,
-) -> dict[str, float]:
+def metrics(accuracy=0.5, useful=0.6, truncated=0, unreadable=0, ungraded=0):
     return {
         "train/accuracy": accuracy,
         "train/reward": accuracy,
@@ -47,27 +41,15 @@ def metrics(
         (DATA, metrics(0, 0), ["solves sometimes|partial credit|--set sampling.samples=32, since 0.0%"]),
         (DATA, metrics(0.5, 0), ["solves sometimes"]),
         (DATA, metrics(1, 0), ["harder problems, since 100.0%"]),
-        (
-            DATA,
-            metrics(0.02, 0.1),
-            ["sampling.samples=32", "--set sampling.dynamic=true|only 10.0% of the groups"],
-        ),
+        (DATA, metrics(0.02, 0.1), ["sampling.samples=32", "sampling.dynamic=true|only 10.0% of the groups"]),
         (DATA, metrics(0, 0, truncated=1), ["--max-tokens 2048, since 100.0%|truncated at 1,024 tokens"]),
-        (
-            DATA,
-            metrics(0, 0, unreadable=0.9),
-            ["keeps to the form that the prompt asks for|--grader, since 90.0%"],
-        ),
-        (
-            PLAIN,
-            metrics(0, 0, unreadable=0.9),
-            ["--template hashes, which asks for the form|--grader, since 90.0%"],
-        ),
+        (DATA, metrics(0, 0, unreadable=0.9), ["to the form that the prompt asks for|--grader, since 90.0%"]),
+        (PLAIN, metrics(0, 0, unreadable=0.9), ["--template hashes, which asks|--grader, since 90.0%"]),
         (DYNAMIC, metrics(0.5, 0.1), ["solves sometimes"]),
         (
             DATA,
             {**metrics(0, 0, truncated=1), **BURST},
-            ["lower optim.lr (1e-06), for example to --lr 1e-07|5,000; 45%"],
+            ["lower optim.lr (1e-06), |to --lr 1e-07|5,000; 45%"],
         ),
         (DATA, metrics(0, 0, ungraded=0.5), ["a repaired grader, since 50.0%"]),
         (
@@ -111,11 +93,8 @@ def test_a_destroyed_policy_is_the_cause_of_all_that_follows(entropies, step):
     assert (cause is None) == (step is None)
     if step is not None:
         before, after = entropies[step - 1 : step + 1]
-        parts = (
-            "lower optim.lr (1), for example to --lr 5e-05",
-            f"in step {step}, entropy {before:.3f} → {after:.3f}",
-        )
-        assert all(part in str(cause) for part in parts)
+        assert "lower optim.lr (1), for example to --lr 5e-05" in str(cause)
+        assert f"in step {step}, entropy {before:.3f} → {after:.3f}" in str(cause)
         assert cause in lines
         assert "try: " not in "".join(lines)
     else:
@@ -147,7 +126,6 @@ def test_a_run_warns_once_when_no_completion_calls_a_tool():
 
 @pytest.mark.slow
 def test_a_probe_has_the_metrics_of_a_first_step_and_writes_nothing(tmp_path):
-    """The training run has as many prompts; both have the random numbers of step 1."""
     whole = {"sampling": {"prompts": 32, "samples": 4}, "evaluation": {"every": 0}, "steps": 1}
     config = resolve([SMALL, whole, {"optim": {"updates": 2, "warmup_steps": 5}}])
     report = probe(plan_training(config, tmp_path))
@@ -166,20 +144,14 @@ def test_a_probe_has_the_metrics_of_a_first_step_and_writes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("every", "updates", "expected", "clipping"),
     [
-        (
-            5,
-            2.0,
-            r"about 7\.0 s per step \(.* 5\.0 s, updates 2\.0 s\), 0:00:21 for 3 steps with their evaluations",
-            "its updates were skipped, because the gradient overflows in float16",
-        ),
-        (
-            0,
-            None,
-            r"about 5\.0 s per step for .* alone, 0:00:21 for 3 steps without the updates; .* not measured, .*",
-            "no group has different rewards, so no token has a gradient",
-        ),
+        (5, 2.0,
+         r"about 7\.0 s per step \(.* 5\.0 s, updates 2\.0 s\), 0:00:21 for 3 steps with their evaluations",
+         "its updates were skipped, because the gradient overflows in float16"),
+        (0, None,
+         r"about 5\.0 s per step for .* alone, 0:00:21 for 3 steps without the updates; .* not measured, .*",
+         "no group has different rewards, so no token has a gradient"),
     ],
-)
+)  # fmt: skip
 def test_updates_that_were_not_measured_have_no_time_and_no_clipping(every, updates, expected, clipping):
     config = resolve([{"steps": 3, "evaluation": {"every": every}}])
     report = ProbeReport([], {}, 4, 5.0, updates, 21.0)

@@ -14,6 +14,7 @@ from bandpo_cli.experiments.eval_plan import plan_evaluation_resume
 from bandpo_cli.experiments.plan import plan_training
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.storage.run_folder import EvalFolder
+from tests.cli.train_runs import record
 
 SMALL: dict[str, Any] = {
     "steps": 1,
@@ -56,10 +57,6 @@ def run_with(*rewards: dict[str, Any], name: str = "a", **settings: Any) -> Path
     return train(config, name=name).folder
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    return [without_clock(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_the_records_of_weighted_rewards_also_after_a_resume():
     """The values are computed again from the texts in the samples; only the reward of an evaluation has all entries."""
@@ -78,7 +75,7 @@ def test_the_records_of_weighted_rewards_also_after_a_resume():
     assert samples["reward/none"].isna().all()
     expected = 2 * samples.accuracy + 0.5 * pluses.fillna(0)
     assert samples.reward.tolist() == pytest.approx(expected.tolist())
-    first, line, last = read_metrics(folder)
+    first, line, last = record(folder)
     assert line["train/reward"] == pytest.approx(samples.reward.mean())
     assert line["train/reward/answer"] == pytest.approx(samples.accuracy.mean())
     assert line["train/reward/pluses"] == pytest.approx(pluses.mean())
@@ -88,21 +85,18 @@ def test_the_records_of_weighted_rewards_also_after_a_resume():
     plain = train(resolve([SMALL]), name="plain", stop_requested=lambda: True)
     (of_task,) = map(without_clock, plain.records)
     assert of_task.pop("eval/countdown/reward") == of_task["eval/countdown/mean_at_2"] > 0
-    assert first.pop("eval/countdown/reward") < 2 * first["eval/countdown/mean_at_2"], (
-        "the second entry is negative"
-    )
+    weighted = first.pop("eval/countdown/reward")
+    assert weighted < 2 * first["eval/countdown/mean_at_2"], "the second entry is negative"
     assert of_task == first
     run_with(*rewards, name="shorter")
     assert without_clock(resume("shorter", settings=[{"steps": 2}]).records[2]) == last
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("timeout_reward", "reward"), [("none", {}), ("wrong", {"wrong": -1.0, "overlong_buffer": 2})]
-)
-def test_answers_that_were_not_graded_are_in_no_mean(timeout_reward, reward):
-    """Which answers fail follows from the texts in the samples."""
+@pytest.mark.parametrize("reward", [{}, {"wrong": -1.0, "overlong_buffer": 2}])
+def test_answers_that_were_not_graded_are_in_no_mean(reward):
     Path("unstable.py").write_text(UNSTABLE)
+    timeout_reward = "wrong" if reward else "none"
     folder = run_with(
         *({"weight": 0.5}, {"grader": "unstable:judge"}),
         evaluation={"every": 0},
@@ -117,7 +111,7 @@ def test_answers_that_were_not_graded_are_in_no_mean(timeout_reward, reward):
     ungraded = failed | slow if timeout_reward == "none" else failed
     assert samples.reward.isna().equals(ungraded)
     assert samples["reward/judge"].isna().equals(ungraded)
-    (line,) = read_metrics(folder)
+    (line,) = record(folder)
     assert line["train/ungraded_fraction"] == ungraded.mean()
     assert line["train/reward"] == pytest.approx(samples.reward.mean())
     assert line["train/accuracy"] == samples.accuracy.mean()
@@ -134,10 +128,10 @@ def test_a_failing_grader_stops_the_run_and_its_repair_resumes_it():
     folder = Path("runs/a")
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("FAILED", 0)
-    assert [line["step"] for line in read_metrics(folder)] == [0]
+    assert [line["step"] for line in record(folder)] == [0]
     (folder / "failing_judge.py").write_text(REPAIRED)
     assert resume("a").status == "FINISHED"
-    assert [line["step"] for line in read_metrics(folder)] == [0, 1]
+    assert [line["step"] for line in record(folder)] == [0, 1]
 
 
 def test_answers_of_a_failed_evaluation_are_graded_again(caplog):
@@ -150,14 +144,14 @@ def test_answers_of_a_failed_evaluation_are_graded_again(caplog):
     with pytest.raises(GraderFailedError, match=message):
         evaluate(samples="a.jsonl", grader="failing_eval:judge", settings=settings, name="e")
     assert json.loads(Path("runs/e/eval.json").read_text())["status"] == "failed"
-    record = Path(file).read_text()
+    stored = Path(file).read_text()
     for part in (
         "return text + 1\n",
         "TypeError: can only",
         "Completion 1 of 1 in the call:\n\na\n",
         "Reference: 0",
     ):
-        assert part in record
+        assert part in stored
     Path("failing_eval.py").write_text(REPAIRED.replace("return", "assert text == 'a', 'not a'; return"))
     result = evaluate(plan_evaluation_resume(EvalFolder(Path("runs/e"))))
     assert result.scores["a"].metrics["mean_at_2"].value == 0.5
@@ -190,14 +184,13 @@ def test_the_coin_decides_the_reward_of_training_and_the_true_grader_the_evaluat
     control = {"task": {"rewards": [{"weight": 0}, "random"]}}
     full = train(resolve([SMALL, control, {"steps": 2, "optim": {"lr": 1e-9}}]), name="full").folder
     true = train(resolve([SMALL, {"steps": 2, "optim": {"lr": 1e-9}}]), name="true").folder
-    for line, other in zip(read_metrics(full), read_metrics(true), strict=True):
+    for line, other in zip(record(full), record(true), strict=True):
         evaluation = {key: value for key, value in line.items() if key.startswith("eval/")}
         assert evaluation == {key: value for key, value in other.items() if key.startswith("eval/")}
         assert line.get("train/accuracy") == other.get("train/accuracy")
         assert line.get("train/reward") == line.get("train/reward/random")
-    coins = pd.concat([pd.read_parquet(full / "samples" / f"step-00000{step}.parquet") for step in (1, 2)])[
-        "reward"
-    ]
+    coins = pd.concat([pd.read_parquet(full / "samples" / f"step-00000{step}.parquet") for step in (1, 2)])
+    coins = coins["reward"]
     assert set(coins) == {0.0, 1.0}
     assert 8 <= coins.sum() <= 24, "32 tosses"
     train(resolve([SMALL, control, {"steps": 1, "optim": {"lr": 1e-9}}]), name="part")
@@ -210,12 +203,12 @@ def test_the_coin_decides_the_reward_of_training_and_the_true_grader_the_evaluat
 @pytest.mark.parametrize(("coin", "reward"), [(0.0, 0.0), (1.0, 1.0)])
 def test_the_coin_has_the_configured_probability(coin, reward):
     folder = run_with({"weight": 0}, {"grader": "random"}, grading={"coin": coin})
-    assert read_metrics(folder)[-1]["train/reward"] == reward
+    assert record(folder)[-1]["train/reward"] == reward
 
 
 def test_any_readable_answer_has_the_reward_of_the_format():
     folder = run_with({"weight": 0}, {"grader": "format"})
-    line = read_metrics(folder)[-1]
+    line = record(folder)[-1]
     assert line["train/reward"] == pytest.approx(1 - line["grade/malformed_fraction"])
     assert line["train/accuracy"] < line["train/reward"]
 
@@ -229,8 +222,6 @@ def test_any_readable_answer_has_the_reward_of_the_format():
     ],
 )
 def test_a_control_cannot_decide_what_is_correct(task):
-    with pytest.raises(
-        ConfigError, match="is a control, which cannot decide what is correct; --grader"
-    ) as raised:
+    with pytest.raises(ConfigError, match="is a control, which cannot decide what is correct; ") as raised:
         resolve([{"task": task}])
     assert "\n" not in str(raised.value)

@@ -1,17 +1,18 @@
 """Configurations of TRL and verl as settings of a run: batches, losses, defaults, and what has no place."""
 
+import json
 from typing import Any
 
 import pytest
 
-from bandpo_cli.config.layers import Layer, flatten, parse_yaml, resolve, setting_changes
+from bandpo_cli.config.layers import flatten, parse_yaml, resolve, setting_changes
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.exports.from_trainers import Translation, read_trainer_file
 from bandpo_cli.exports.verl_settings import LOSSES, overrides_of
 from tests.cli.eval_command import succeed, usage_error
 from tests.exports.folders import small
 
-BASE: dict[str, Any] = {"model_name_or_path": "m", "dataset_name": "d/d", "reward_funcs": ["accuracy_reward"]}
+BASE = {"model_name_or_path": "m", "dataset_name": "d/d", "reward_funcs": ["accuracy_reward"]}
 
 
 def translation(**given: Any) -> Translation:
@@ -84,7 +85,7 @@ def test_defaults_of_trl_that_differ_are_stated():
     assert resolve([translation().layer()]).optim.lr == 1e-6
 
 
-PLACES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+PLACES = [
     ({"loss_type": "grpo", "epsilon": 0.1}, {"bounds.eps_low": 0.1, "bounds.eps_high": 0.1}),
     ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
      {"bounds.method": "gspo", "bounds.eps_high": 4e-4, "objective.aggregation": "token-mean"}),
@@ -136,7 +137,7 @@ def test_the_overrides_of_an_export_become_the_same_run(method, tmp_path):
     translated = Translation(
         "verl", {key.lstrip("+"): value for key, value in overrides if value is not None}
     )
-    layer: Layer = {**translated.layer(), "task": config.task.model_dump()}
+    layer = {**translated.layer(), "task": config.task.model_dump()}
     changes = setting_changes(config, resolve([layer]))
     resolved = {"model.path", "model.dtype", "sampling.engine"}
     resolved |= {"sampling.vllm.memory_fraction", "evaluation.problems"}
@@ -177,10 +178,9 @@ def test_a_zero_and_the_word_none_in_a_file_are_values_and_no_missing_keys(tmp_p
 
 
 def test_the_command_prints_a_config_file_and_what_has_no_place(tmp_path):
-    (tmp_path / "args.yaml").write_text(
-        "model_name_or_path: m\nper_device_train_batch_size: 4\nnum_generations: 4\ntop_p: 0.9\nfrobnicate: 1\n"
-        "num_train_epochs: 2\nlogging_steps: 5\n"
-    )
+    given = {"model_name_or_path": "m", "per_device_train_batch_size": 4, "num_generations": 4, "top_p": 0.9}
+    given |= {"frobnicate": 1, "num_train_epochs": 2, "logging_steps": 5}
+    (tmp_path / "args.yaml").write_text(json.dumps(given))
     done = succeed("configs", "--from", "TRL", "args.yaml", "--processes", "8", cwd=tmp_path)
     layer = parse_yaml(done.out, "stdout")
     assert layer["sampling"]["prompts"] == 8

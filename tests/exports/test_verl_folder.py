@@ -7,7 +7,6 @@ import subprocess
 import zipfile
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pyarrow.parquet as pq
@@ -35,7 +34,7 @@ from tests.text_model import save_text_model
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Return an exported folder whose path has a blank and a quote."""
     out = tmp_path_factory.mktemp("exports") / "job of today"
     export_verl(small(), out, nodes=1, gpus_per_node=4)
@@ -129,7 +128,7 @@ def test_joined_messages_have_the_token_ids_of_a_run(tmp_path, special):
     config = resolve([SMALL, {"model": {"path": str(model)}}])
     template = verl_files.chat_template(config, [QUESTION])
     (messages,) = verl_files.problem_table("test", {"": [QUESTION]}, True)["prompt"].to_pylist()
-    reread: Any = load_tokenizer(config.model)
+    reread = load_tokenizer(config.model)
     options = {"chat_template": template, "return_dict": False, "add_generation_prompt": True}
     ids = reread.apply_chat_template(messages, **options)
     (prompt,) = PromptEncoder(reread, "auto").encode([QUESTION])

@@ -90,11 +90,11 @@ def test_data_files(tmp_path, read, ending):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_paths_that_are_not_files(tmp_path, kind):
-    for ending in (".jsonl", ".parquet"):
+    for ending, readers in ((".jsonl", READERS), (".parquet", READERS), (".yaml", [read_layer])):
         path = tmp_path / f"data{ending}"
         write_rows(path)
         with not_a_file(path, kind):
-            for read in READERS:
+            for read in readers:
                 assert not accepts(lambda read=read, path=path: read(path), (kind, ending))
 
 

@@ -56,7 +56,6 @@ def check_refused_or_created_in_runs(place: Path, name: str) -> None:
 
 
 def test_references_are_resolved_or_refused_in_one_line(tmp_path, monkeypatch):
-    """Every kind of reference with every odd name, also instead of the runs folder."""
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "runs"
     create_folder(runs, "real")

@@ -19,7 +19,7 @@ GRADERS = {
 
 
 @pytest.fixture(autouse=True)
-def _short_interval_and_waiting_graders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_interval_and_waiting_graders(tmp_path, monkeypatch):
     monkeypatch.setattr(pool_module, "DELAY_NOTICE_S", NOTICE_S)
     for name, source in GRADERS.items():
         (tmp_path / f"{name}.py").write_text(source)
@@ -28,7 +28,7 @@ def _short_interval_and_waiting_graders(tmp_path: Path, monkeypatch: pytest.Monk
 
 def release_after(count: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the list of all later warnings; the graders wait until it has `count` of them."""
-    lines: list[str] = []
+    lines = []
 
     def warning(message: str, *arguments: object) -> None:
         lines.append(message % arguments)

@@ -54,7 +54,7 @@ CHAT = (Message("system", "be brief"), Message("user", "1 + 1?"))
 
 
 @pytest.fixture(autouse=True)
-def _rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _rewards(tmp_path, monkeypatch):
     (tmp_path / "foreign_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
 

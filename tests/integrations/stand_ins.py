@@ -72,7 +72,7 @@ def with_parents(modules: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
     return {name: {"__path__": []} for name in parents} | modules
 
 
-BANDS: list[dict[str, Any]] = [
+BANDS = [
     {"divergence": "kl", "delta": 0.05, "max_ratio": 10.0},
     {"divergence": "tv", "delta": 0.1, "max_ratio": None},
 ]

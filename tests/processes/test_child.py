@@ -77,9 +77,8 @@ def test_a_working_process_and_its_children_end_when_the_parent_is_killed(tmp_pa
     """It ignores the signals that it is told to ignore, and runs no file of the current folder."""
     (tmp_path / "json.py").write_text("raise ImportError('the folder shadows the standard library')")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    parent = subprocess.Popen(
-        [sys.executable, "-P", "-c", PARENT, str(tmp_path / "pids")], cwd=tmp_path, env=environment
-    )
+    command = [sys.executable, "-P", "-c", PARENT, str(tmp_path / "pids")]
+    parent = subprocess.Popen(command, cwd=tmp_path, env=environment)
     wait_for((tmp_path / "pids").exists)
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     try:

@@ -18,7 +18,6 @@ from bandpo_cli.grading.pool import GraderUse
 from bandpo_cli.processes.ranks import (
     SINGLE,
     Ranks,
-    check_same_on_all,
     connected,
     connected_ranks,
     lost_rank_errors,
@@ -58,9 +57,9 @@ def test_other_errors_are_unchanged():
 
 
 def compare_settings(ranks: Ranks) -> str:
-    check_same_on_all(ranks, "steps: 1")
+    ranks.check_same("steps: 1")
     with pytest.raises(UserError) as raised:
-        check_same_on_all(ranks, "steps: 1", f"{ranks.rank}")
+        ranks.check_same("steps: 1", f"{ranks.rank}")
     return str(raised.value)
 
 

@@ -32,9 +32,8 @@ def test_shares_are_all_items_in_order_and_of_equal_numbers(count, size):
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-GROUPS = st.lists(
-    st.tuples(st.integers(0, 50), st.lists(st.integers(1, 100), min_size=1, max_size=6)), max_size=8
-)
+LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=6)
+GROUPS = st.lists(st.tuples(st.integers(0, 50), LENGTHS), max_size=8)
 
 
 def loads_of(prompts: list[int], lengths: list[list[int]], size: int) -> list[int]:
@@ -70,9 +69,7 @@ def test_ranks_have_about_the_same_number_of_tokens(groups):
         chance = random.Random(seed)
         prompts = [chance.randint(113, 222) for _ in range(groups)]
         # As of a language model with a limit of 256 tokens: very short answers, and many at the limit.
-        lengths = [
-            [chance.choice([*range(4, 28, 2), 148, 229, *[256] * 10]) for _ in range(16)] for _ in prompts
-        ]
+        lengths = [chance.choices([*range(4, 28, 2), 148, 229, *[256] * 10], k=16) for _ in prompts]
         loads = loads_of(prompts, lengths, 8)
         assert sum(loads) / 8 / max(loads) >= 0.95
         assert sum(loads) <= 1.1 * sum(loads_of(prompts, lengths, 1)), "few prompts are on several ranks"

@@ -141,7 +141,6 @@ def lines_until(process: subprocess.Popen[str], holds: Callable[[str], bool]) ->
 
 @pytest.mark.slow
 def test_the_leader_prints_where_it_and_its_processes_are(leader):
-    """Twice: the second signal prints only what is new."""
     process, child, _ = leader
     for _ in range(2):
         process.send_signal(signal.SIGUSR1)

@@ -90,7 +90,6 @@ def test_a_corpus_is_repeatable_and_every_completion_gets_a_verdict(tmp_path, mo
 
 
 def test_false_positives_and_grader_errors_are_failures():
-    """Four completions are labelled by hand; the second and the fourth are failures."""
     scored = pandas.DataFrame({
         "origins": ["right", "wrong", "wrong", "sampled"],
         "verdict": ["correct", "correct", "wrong", "grader-error"],

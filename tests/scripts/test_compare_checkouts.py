@@ -108,9 +108,8 @@ def test_exit_codes_tracebacks_and_written_files_are_compared(sides):
 def test_output_is_compared_as_the_command_asks(sides):
     def found(stdout: Stdout, old: str, new: str) -> list[str]:
         command = Command("bounds", ("bounds",), stdout=stdout, writes=False)
-        return differences(
-            sides, command, *(outcome(sides[0], stdout=text, written=frozenset()) for text in (old, new))
-        )
+        outcomes = (outcome(sides[0], stdout=text, written=frozenset()) for text in (old, new))
+        return differences(sides, command, *outcomes)
 
     assert found(Stdout.BYTES, "a 1\n", "a  1\n") == ["stdout[0]: 'a 1' != 'a  1'"]
     assert found(Stdout.NUMBERS, "p is 1.50e-3\n", "p: 1.50e-3\n") == []

@@ -53,9 +53,7 @@ CHECKS = {
 }  # fmt: skip
 
 
-def run(
-    checks: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str
-) -> tuple[int, dict[str, Any]]:
+def run(checks, folder, monkeypatch, *arguments):
     """Return the exit code and the report of a call with these checks."""
     monkeypatch.setattr(gpu_check, "CHECKS", checks)
     monkeypatch.setattr(gpu_check, "free_memory", lambda: None)  # a collection of all objects takes 0.4 s
@@ -141,9 +139,8 @@ def ranks_run(folder: Path, texts: str = "ab", **changed: float) -> TrainedRun:
     ],
 )
 def test_two_ranks_that_differ_from_one_fall_short(two, resumed, names, tmp_path):
-    runs = (
-        ranks_run(tmp_path / name, **changed) for name, changed in (("1", {}), ("2", two), ("3", resumed))
-    )
+    changes = zip("123", ({}, two, resumed), strict=True)
+    runs = (ranks_run(tmp_path / name, **changed) for name, changed in changes)
     assert names_of(ranks.compare(Work("cpu", True, tmp_path), *runs)) == names
 
 
@@ -167,18 +164,13 @@ def test_log_probs_that_differ_fall_short(tmp_path, monkeypatch):
 )
 def test_a_resume_that_changes_anything_falls_short(states, again, names, tmp_path, monkeypatch):
     """The states of the weights and the optimizer are letters: two of the uninterrupted run, two after the resume."""
-    runs = {
-        "resume-saved": ranks_run(tmp_path / "saved"),
-        "resume-again": ranks_run(tmp_path / "again", **again),
-    }
+    saved, resumed = ranks_run(tmp_path / "saved"), ranks_run(tmp_path / "again", **again)
     letters = iter(states)
 
-    def train_steps(
-        work: Work, config: Any, name: str, observe: Any, checkpoint: Path | None = None
-    ) -> TrainedRun:
+    def train_steps(work, config, name, observe, checkpoint=None):
         for step in (2, 3):
             observe(None, None if checkpoint and step == 2 else SimpleNamespace(step=step))
-        return runs[name]
+        return {"resume-saved": saved, "resume-again": resumed}[name]
 
     monkeypatch.setattr(training, "train_steps", train_steps)
     monkeypatch.setattr(training, "fingerprints", lambda components: next(letters))
@@ -247,18 +239,8 @@ def test_an_error_of_a_side_ends_the_race(tmp_path):
 @pytest.mark.slow
 def test_checks_run_with_small_shapes_on_a_cpu(tmp_path, monkeypatch):
     """The checks that start no process of ranks or engines, and the checks that do not apply to a CPU."""
-    names = [
-        "operator",
-        "head-0.5b",
-        "attention",
-        "first-shapes",
-        "compiled",
-        "step-0.5b",
-        "memory-0.5b",
-        "prime-rl-4b-lora",
-        "resume",
-    ]
-    checks = {name: gpu_check.CHECKS[name] for name in names}
+    names = "operator head-0.5b attention first-shapes compiled step-0.5b memory-0.5b prime-rl-4b-lora resume"
+    checks = {name: gpu_check.CHECKS[name] for name in names.split()}
     code, report = run(checks, tmp_path, monkeypatch)
     assert code == 0, report
     lines = {line["name"]: line for line in report["lines"]}

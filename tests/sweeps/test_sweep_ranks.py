@@ -138,7 +138,7 @@ def test_a_dry_run_of_a_sweep_checks_each_start_once(tmp_path, monkeypatch):
 
 
 def test_a_resume_has_as_many_runs_at_a_time_unless_the_number_is_given(tmp_path, monkeypatch):
-    jobs: list[int | None] = []
+    jobs = []
     monkeypatch.setattr(sweep_run, "_run_pending", lambda folder, executor, *_: jobs.append(executor.jobs))
     config = SweepConfig(seeds=(0, 1))
     run_sweep(config, executor=Executor(jobs=1), runs_dir=tmp_path, name="one")

@@ -26,7 +26,7 @@ FINALS = {
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory):
     """Return the folder of the finished sweep `tuning`."""
     folder = tmp_path_factory.mktemp("runs") / "tuning"
     (folder / "plans").mkdir(parents=True)
@@ -42,7 +42,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def runs_dir(finished: Path, tmp_path: Path) -> Path:
+def runs_dir(finished, tmp_path):
     """Return a folder with a copy of `tuning`."""
     shutil.copytree(finished, tmp_path / "tuning")
     return tmp_path

@@ -173,7 +173,7 @@ def test_notes_list_what_was_read_and_dropped(tmp_path):
     assert len(task.notes) == 2, "each source is read once"
 
 
-INVALID: list[tuple[dict[str, Any], list[str]]] = [
+INVALID = [
     ({"name": "data"}, ["task.train", "--set task.train=FILE"]),
     ({"name": "aime24"}, ["'aime24' has no training problems", "--set task.train=FILE"]),
     ({"name": "data", "train": ["a/x.jsonl", "b/x.csv"]}, ["task.train", "'x'", "label:"]),
@@ -237,7 +237,7 @@ def test_custom_graders_and_rewards_get_all_columns_of_a_row(tmp_path):
 
 
 PROMPTS = [{"prompt": f"Write {n} lines.", "style": style} for n in range(6) for style in ("terse", None)]
-NO_ANSWERS: list[dict[str, Any]] = [
+NO_ANSWERS = [
     {"grader": "mine:reward"},
     {"environment": "mine:Game"},
     {"rewards": [{"grader": "trl:mine:reward"}, {"grader": "number", "weight": 0}]},

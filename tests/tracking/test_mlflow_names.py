@@ -86,11 +86,8 @@ def test_params_are_flat_and_short_and_contain_no_password():
 
 
 def test_tags_have_source_commit_and_versions():
-    env = {
-        "command": "bandpo train",
-        "git": {"commit": "abc", "dirty": True},
-        "versions": {"torch": "2.13.0"},
-    }
+    git, versions = {"commit": "abc", "dirty": True}, {"torch": "2.13.0"}
+    env = {"command": "bandpo train", "git": git, "versions": versions}
     tags = run_tags(env | {"parent": {"run": "runs/a", "step": 4}})
     assert tags.pop("mlflow.user")
     assert tags == {

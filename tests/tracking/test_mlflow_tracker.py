@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -40,7 +39,7 @@ NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it
 
 
 @pytest.fixture
-def run(run: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+def run(run, caplog, monkeypatch):
     """Return the run of the storage tests with more settings; messages are recorded, and retries are immediate."""
     caplog.set_level(logging.INFO, "bandpo_cli")
     monkeypatch.setattr(outages, "MIN_RETRY_DELAY_S", 0.05)
@@ -49,7 +48,7 @@ def run(run: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def mirror(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+def mirror(caplog):
     """Return a function that tracks the three steps of a run and returns the messages."""
 
     def mirror(run: RunFolder, store: Store, status: RunStatus = "FINISHED") -> list[str]:
@@ -199,12 +198,12 @@ KIND = "mlflow.experimentKind"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path):
     return tracking_store(TrackingConfig(), tmp_path, {})
 
 
 @pytest.fixture
-def client(store: Store) -> Any:
+def client(store):
     create_sqlite_store(store.uri)
     return client_of(store.uri)
 
@@ -218,9 +217,7 @@ def client(store: Store) -> Any:
         ({KIND: ""}, ""),
     ],
 )
-def test_an_experiment_is_of_model_training_unless_a_user_has_chosen_a_kind(
-    store, client, run, existing, kind
-):
+def test_an_experiment_is_of_model_training_unless_a_user_chose_a_kind(store, client, run, existing, kind):
     if existing is not None:
         client.create_experiment("bandpo", store.artifact_location, tags=existing)
     RunSender("mlflow", run.path, store).send()
