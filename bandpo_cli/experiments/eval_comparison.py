@@ -44,27 +44,19 @@ class MetricDifference(NamedTuple):
 class Comparison:
     """The comparison of one evaluation set in A and in B.
 
-    Attributes:
-        shared, only_a, only_b: number of problems in both, only in A and only in B.
-        metrics: by name, those that both evaluations have; `reward` first, and only if rewards are not just 0 and 1.
-        wins, losses, ties: problems with a higher, lower and equal share of correct completions in B; with a higher,
-            lower and equal mean reward if rewards are not just 0 and 1.
-        sign_test_p: two-sided p-value of the exact sign test of wins against losses; None where no problem differs.
-        changed_problems: (id, value in A, value in B) of the problems whose share or mean reward differs, largest
-            change first.
-        questions: the beginning of the question of each of these problems, by id.
+    A problem is compared by its share of correct completions, or by its mean reward if rewards are not just 0 and 1.
     """
 
-    shared: int
+    shared: int  # number of problems in both, and those only in A and only in B
     only_a: int
     only_b: int
-    metrics: dict[str, MetricDifference]
-    wins: int
+    metrics: dict[str, MetricDifference]  # `reward` first, and only if rewards are not just 0 and 1
+    wins: int  # problems with a higher value in B, and those with a lower and an equal one
     losses: int
     ties: int
-    sign_test_p: float | None
-    changed_problems: list[tuple[str, float, float]]
-    questions: Mapping[str, str]
+    sign_test_p: float | None  # two-sided, of wins against losses; None where no problem differs
+    changed_problems: list[tuple[str, float, float]]  # id, value in A, value in B; the largest change first
+    questions: Mapping[str, str]  # the beginning of the question of each of these problems, by id
 
     def as_json(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
@@ -98,10 +90,8 @@ class ComparisonResult:
 def compare(a: str, b: str, runs_dir: Path | str = "runs", margin: float = MARGIN) -> ComparisonResult:
     """Compare two evaluations problem by problem: B − A, with paired 95% intervals and verdicts.
 
-    Args:
-        a: an evaluation's name in `runs_dir`, its folder or its eval.json; or RUN or RUN@STEP as evaluated in training.
-        b: another one.
-        margin: margin of equivalence, in units of accuracy.
+    An evaluation is its name in `runs_dir`, its folder or its eval.json; or RUN or RUN@STEP as evaluated in training.
+    `margin` is the margin of equivalence, in units of accuracy.
     """
     check_margin(margin)
     path_a, path_b = (_find_record(str(text), given_path(runs_dir)) for text in (a, b))

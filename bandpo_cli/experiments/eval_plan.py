@@ -114,27 +114,18 @@ def _absolute_path(path: str | None) -> str | None:
 
 
 class EvalOptions(TypedDict, total=False):
-    """Keyword arguments of `plan_evaluation` and `evaluate`; those left out keep the defaults of the settings.
+    """Keyword arguments of `plan_evaluation` and `evaluate`; those left out keep the defaults of the settings."""
 
-    Attributes:
-        samples: a file of completions to score, in place of a model.
-        n: completions per problem.
-        k: the k of pass@k and maj@k, each at most n.
-        sampler: the sampling engine: auto, transformers or vllm.
-        grader: the grader of all answers; None for the data's own.
-        settings: other settings, as nested dictionaries; they win over the options above.
-    """
-
-    samples: Path | str | None
-    n: int | None
-    k: Sequence[int] | None
+    samples: Path | str | None  # a file of completions to score, in place of a model
+    n: int | None  # completions per problem
+    k: Sequence[int] | None  # the k of pass@k and maj@k, each at most n
     temperature: float | None
     max_tokens: int | None
     limit: int | None
     seed: int | None
-    sampler: str | None
-    grader: str | None
-    settings: Settings
+    sampler: str | None  # the sampling engine: auto, transformers or vllm
+    grader: str | None  # the grader of all answers; None for the data's own
+    settings: Settings  # other settings, which win over the options above
 
 
 def plan_evaluation(
@@ -224,10 +215,8 @@ def _warn_of_training_problems(own: RunConfig, config: RunConfig, task: Task) ->
     for label, problems in task.heldout_sets().items():
         evaluated = problems[: config.evaluation.problems]
         if count := sum(question_key(problem.prompt) in trained for problem in evaluated):
-            of_all = (
-                f"{label}: {count:,} of {plural(len(evaluated), 'problem')} are training problems of the run"
-            )
-            log.warning("%s; without --task, the held-out ones are used", of_all)
+            of_all = f"{count:,} of {plural(len(evaluated), 'problem')} are training problems of the run"
+            log.warning("%s: %s; without --task, the held-out ones are used", label, of_all)
 
 
 def _plan_samples(path: Path, grader: str | None, layers: Sequence[Layer]) -> EvalPlan:

@@ -103,9 +103,8 @@ def estimate_advantages(
 ) -> Tensor:
     """Return the advantages of the groups of a step by `objective.advantages`, [P, G].
 
-    `parts` are the weights and values of several rewards; see `gdpo_advantages`. A custom function receives the rewards
-    in float64, 0 where there is none, and the mask. Raise ConfigError if a custom function raises an exception, or
-    returns another shape or values that are not finite.
+    `parts` are as for `gdpo_advantages`. A custom function receives the rewards in float64, 0 where there is none, and
+    the mask. Raise ConfigError if it fails, or returns another shape or values that are not finite.
     """
     name = objective.advantages
     if name in ADVANTAGES:

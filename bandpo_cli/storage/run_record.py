@@ -192,8 +192,6 @@ def _step_times(path: Path, lines: Sequence[Record]) -> dict[int, int]:
     times: dict[int, int] = {}
     for line in reversed(lines):
         step = line["step"]
-        if type(step) is not int or step < 0:
-            raise UserError(f"{path / 'metrics.jsonl'}: {step!r} is not a step; restore the file from a copy")
         if step in written:
             later = min(later, written[step] + _milliseconds(line, "time/checkpoint"))
         times[step] = later

@@ -135,9 +135,8 @@ def test_the_overrides_of_an_export_become_the_same_run(method, tmp_path):
     objective = {"importance": rules, "reference_kl": 0.1}
     config = small({"bounds": {"method": method}, "objective": objective | {"aggregation": "seq-sum-norm"}})
     overrides = flatten(overrides_of(config)).items()
-    translated = Translation(
-        "verl", {key.lstrip("+"): value for key, value in overrides if value is not None}
-    )
+    given = {key.lstrip("+"): value for key, value in overrides if value is not None}
+    translated = Translation("verl", given)
     layer = {**translated.layer(), "task": config.task.model_dump()}
     changes = setting_changes(config, resolve([layer]))
     resolved = {"model.path", "model.dtype", "sampling.engine"}
