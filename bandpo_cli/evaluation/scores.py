@@ -175,7 +175,7 @@ class Scores:
     """The scores of one evaluation set.
 
     Attributes:
-        fewest, most: smallest and largest number of completions per problem; they can differ for stored completions.
+        fewest, most: number of completions per problem; they can differ for stored completions.
         metrics: mean over problems with its interval, by name (`mean_at_16`, `pass_at_4`, ...).
         by_problem: the value of each problem, by problem id and metric name.
         verdicts: number of completions per verdict, most frequent first.

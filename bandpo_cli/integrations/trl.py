@@ -35,8 +35,7 @@ if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 16):
 class BandGRPOConfig(GRPOConfig):  # type: ignore[misc]
     """TRL's GRPOConfig with the settings of the Band, which replaces `epsilon` and `epsilon_high`.
 
-    Raises:
-        ConfigError: a setting of the Band is invalid, or a setting of TRL excludes the Band.
+    Raises ConfigError if a setting of the Band is invalid, or a setting of TRL excludes the Band.
     """
 
     band_divergence: str = field(
@@ -87,13 +86,8 @@ class BandGRPOConfig(GRPOConfig):  # type: ignore[misc]
 class BandGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer with the Band of each token in place of the interval [1 − epsilon, 1 + epsilon_high].
 
-    It takes the arguments of GRPOTrainer; `args` must be a `BandGRPOConfig`.
-
-    Attributes:
-        epsilon_low, epsilon_high: TRL's numbers; [B, T] while the loss of a micro-batch is computed.
-
-    Raises:
-        ConfigError: `args` is missing or of another type.
+    It takes the arguments of GRPOTrainer; `args` must be a `BandGRPOConfig`, else it raises ConfigError. While the loss
+    of a micro-batch is computed, TRL's `epsilon_low` and `epsilon_high` are [B, T].
     """
 
     epsilon_low: float | torch.Tensor

@@ -61,7 +61,7 @@ class PairedTest:
     Attributes:
         change: variant − baseline, mean over the common seeds.
         p: two-sided p-value of the paired t-test; None where `change` has no interval.
-        higher, lower: number of seeds in which the variant's value is greater or smaller than the baseline's.
+        higher, lower: number of seeds in which the variant's value is greater or smaller.
     """
 
     change: Estimate

@@ -4,11 +4,12 @@ A control is a variant that trains on a reward that says little of what is corre
 method clips nothing (`none`). A gain that a control has too is no effect of what the control lacks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from bandpo_cli.config.layers import nest
 from bandpo_cli.evaluation.verdicts import MARGIN, conclude, holm
 from bandpo_cli.registries import GRADERS
 from bandpo_cli.reports.compare_variants import Metric, paired_test
@@ -19,24 +20,20 @@ _GAIN = Metric("gain", "gain", "held-out accuracy less that of the initial evalu
 
 def is_control(settings: Mapping[str, Any]) -> bool:
     """Return whether a run with these settings, by dotted key, is a control."""
-    rewards = _rewards(settings).values()
-    return settings.get("bounds.method") == "none" or any(map(_is_control_reward, rewards))
+    return settings.get("bounds.method") == "none" or any(map(_is_control_reward, _rewards(settings)))
 
 
 def evaluated_rewards(settings: Mapping[str, Any]) -> str:
     """Return the rewards of a run's evaluations as a text that differs where they do; '' for the answers' grader."""
-    kept = [reward for reward in _rewards(settings).values() if not _is_control_reward(reward)]
+    kept = [reward for reward in _rewards(settings) if not _is_control_reward(reward)]
     return str(kept) if any(reward.get("weight") for reward in kept) else ""
 
 
-def _rewards(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the settings of each of `task.rewards` by its number."""
-    rewards: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        if key.startswith("task.rewards."):
-            number, _, name = key.removeprefix("task.rewards.").partition(".")
-            rewards.setdefault(number, {})[name] = value
-    return rewards
+def _rewards(settings: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """Return the settings of each of `task.rewards`."""
+    given = {key: value for key, value in settings.items() if key.startswith("task.rewards.")}
+    rewards: dict[str, Any] = nest(given).get("task", {}).get("rewards", {})
+    return rewards.values()
 
 
 def _is_control_reward(reward: Mapping[str, Any]) -> bool:

@@ -276,12 +276,10 @@ def scores_of(tables: RunTables) -> Sequence[Score]:
 
 
 class EqualAccuracy(NamedTuple):
-    """Entropies of the runs at the same held-out accuracy.
+    """Entropies of the runs at the same held-out accuracy, nats per token by variant and seed.
 
-    Attributes:
-        level: the accuracy, in [0, 1]; None where fewer than two variants have a value.
-        values: nats per token by variant and seed; empty without a level.
-        notes: sentences on the level and on the runs without a value, or why there is no level.
+    `level` is the accuracy, in [0, 1]; None where fewer than two variants have a value. `notes` are sentences on the
+    level and on the runs without a value, or why there is no level.
     """
 
     level: float | None

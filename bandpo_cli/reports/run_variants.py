@@ -97,11 +97,11 @@ def read_sweep(folder: Path) -> Selection:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return all settings of the run in `folder` by dotted key. Raises UserError if `config.yaml` is missing or
-    damaged.
+    """Return all settings of the run in `folder` by dotted key.
 
     A run that verl trained also has `engine`, and a fork has `fork`, the checkpoint that it continues. The copies of
-    custom code are settings, too: runs with different code are different variants.
+    custom code are settings, too: runs with different code are different variants. Raises UserError if `config.yaml` is
+    missing or damaged.
     """
     path = folder / "config.yaml"
     if not path_exists(path):

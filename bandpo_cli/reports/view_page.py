@@ -58,14 +58,11 @@ _CURVES = (
 
 @dataclass(frozen=True)
 class ViewSource:
-    """The groups of a step of a run, or those of an evaluation.
+    """The groups of a step of a run, or those of an evaluation, which has neither step nor values per token.
 
     Attributes:
-        folder: the folder of the run or the evaluation.
-        step: the step of the run; None for an evaluation.
         method: method, divergence and radius of the run, such as `band kl 0.05`; "" for an evaluation.
         completions: S completions; those of a group follow each other.
-        values: the values per token of the S completions; None for an evaluation, which records none.
         metrics: the lines of `metrics.jsonl`, for the curves.
     """
 

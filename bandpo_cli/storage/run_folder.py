@@ -53,13 +53,7 @@ _OTHER_FOLDERS = {
 
 @dataclass(frozen=True)
 class ExperimentFolder:
-    """`runs/<name>/` of a run or an evaluation.
-
-    Attributes:
-        kind: what the folder holds, for messages.
-        marker: the file that every such folder has.
-        path: the folder.
-    """
+    """`runs/<name>/` of a run or an evaluation, by its `kind`, which has a file `marker`."""
 
     kind: ClassVar[str]
     marker: ClassVar[str]

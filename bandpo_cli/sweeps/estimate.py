@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from heapq import heapreplace
 from pathlib import Path
 from statistics import fmean, median
@@ -167,22 +168,19 @@ def estimate_disk_space(info: SweepInfo, runs_dir: Path) -> tuple[int, int]:
     A weight takes 12 bytes in a checkpoint, with the moments of AdamW; in 16 bits 14, with a master. Models on the hub
     count as 0, and so do runs with LoRA, whose checkpoints are small.
     """
-    needed, sizes = 0, dict[str, int]()
+    needed = 0
     for config in (info.configs[run.name] for run in info.pending):
         settings, path = config.checkpoint, config.model.path
         if config.model.lora is None and path not in BUNDLED_MODELS:
-            sizes[path] = sizes[path] if path in sizes else _count_weights(user_path(path))
             written = 1 + (config.steps - info.forked_at - 1) // (settings.every or config.steps)
             kept = written if settings.keep_last is None else settings.keep_last + settings.keep_best
-            needed += (
-                sizes[path]
-                * min(kept, written)
-                * (14 if config.model.dtype in ("bfloat16", "float16") else 12)
-            )
+            bytes_per_weight = 14 if config.model.dtype in ("bfloat16", "float16") else 12
+            needed += bytes_per_weight * min(kept, written) * _count_weights(user_path(path))
     existing = next(folder for folder in (runs_dir, *runs_dir.absolute().parents) if folder.exists())
     return needed, shutil.disk_usage(existing).free
 
 
+@cache
 def _count_weights(folder: Path) -> int:
     """Return the number of weights in a model folder; 0 if its files are not there or damaged."""
     from safetensors import SafetensorError, safe_open

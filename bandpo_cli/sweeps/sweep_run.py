@@ -40,6 +40,7 @@ from bandpo_cli.tracking.mlflow_store import MLFLOW, Store, tracking_store, ui_t
 from bandpo_cli.tracking.outages import short_error
 from bandpo_cli.tracking.sender import RunSender
 from bandpo_cli.tracking.trackers import Point, finite_metrics
+from bandpo_cli.types import status_of
 
 if TYPE_CHECKING:
     from bandpo_cli.reports.compare_variants import Report
@@ -137,11 +138,10 @@ class Executor:
 
 @dataclass(frozen=True)
 class SweepInfo:
-    """A sweep at its start, as callbacks receive it.
+    """A sweep at its start, as callbacks receive it: the settings of the runs by name, and the runs that are to be
+    executed.
 
     Attributes:
-        configs: the settings of the runs, by name.
-        pending: the runs that are to be executed.
         slots: runs at a time.
         threads: CPU threads per process of a run.
         ranks: processes of a run, each with a GPU of its own where there are GPUs.
@@ -323,9 +323,8 @@ def _send_to_trackers(
     error: BaseException | None,
 ) -> None:
     """Send the end of the sweep to MLflow, and if there was no `error` to the other trackers; log their errors."""
-    status = "FINISHED" if _count_finished(folder) == len(folder.runs) else "FAILED"
-    if error is not None:
-        status = "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
+    has_failed = error is None and _count_finished(folder) < len(folder.runs)
+    status = "FAILED" if has_failed else status_of(error)
     trackers = [] if mlflow is None else [("MLflow", "the sweep's end")]
     trackers += [
         (name, "the report of the sweep") for name in config.names if name != MLFLOW and error is None

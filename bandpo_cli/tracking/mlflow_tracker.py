@@ -60,7 +60,6 @@ class MlflowTracker(Tracker):
 
     @classmethod
     def destination(cls, project: str) -> str:
-        """Return the tracking URI with passwords redacted."""
         return cls.store.destination
 
     @classmethod
@@ -118,7 +117,6 @@ class MlflowTracker(Tracker):
         return runs[0] if runs else None
 
     def reopen(self) -> None:
-        """Set the status of a run that had ended to RUNNING."""
         if self.status != "RUNNING":
             self.status = "RUNNING"
             self._client.update_run(self.run_id, status=self.status)

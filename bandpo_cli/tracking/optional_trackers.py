@@ -120,7 +120,6 @@ class TrackioTracker(Tracker):
 
     @classmethod
     def destination(cls, project: str) -> str:
-        """Return trackio's folder and the project."""
         from trackio import utils
 
         return f"{utils.TRACKIO_DIR}/{project}"
@@ -140,7 +139,6 @@ class TrackioTracker(Tracker):
         self.where = f"trackio show --project {shlex.quote(run.project)}"
 
     def log(self, points: Sequence[Point]) -> None:
-        """Write the metrics of steps and the config."""
         self._write([(str(point.step), *point) for point in points])
         self.last_step = points[-1].step
 
@@ -206,7 +204,6 @@ class TensorBoardTracker(Tracker):
         self._writer.add_text(name, text, self.last_step + 1)
 
     def log(self, points: Sequence[Point]) -> None:
-        """Write the metrics of steps, with the times of their ends."""
         for point in points:
             for name, value in point.metrics.items():
                 self._writer.add_scalar(name, value, point.step, walltime=point.time_ms / 1000)
@@ -224,5 +221,4 @@ class TensorBoardTracker(Tracker):
         return len(reports)
 
     def close(self) -> None:
-        """Write what is buffered."""
         self._writer.close()

@@ -15,7 +15,6 @@ import pandas as pd
 
 from bandpo_cli.__main__ import main
 from tests.cli.train_runs import sets
-from tests.commands import Forked
 
 SMALL = sets(
     "task.max_number=5 sampling.prompts=4 sampling.samples=4 optim.updates=2 "
@@ -90,11 +89,6 @@ def usage_error(*arguments: str | Path, cwd: Path, parts: Iterable[str] = ()) ->
     assert (done.code, done.err[:7], done.err.count("\n")) == (2, "error: ", 1), done
     assert [part for part in parts if part not in done.err] == [], done.err
     return done.err
-
-
-def start(place: Path, *arguments: str) -> Forked:
-    """Start a command with one thread in a new process group, as a shell does."""
-    return Forked(*arguments, cwd=place, OMP_NUM_THREADS="1")
 
 
 def without_torch(cases: Sequence[tuple[Path, Sequence[str]]]) -> list[Done]:

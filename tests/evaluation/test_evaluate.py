@@ -66,10 +66,8 @@ class Engine(SequentialSampler):
         self.prompts.append(len(prompts_P))
         self.seeds.append(seed)
         assert self.ranks.gather(("sample", self.sampled)) == [("sample", self.sampled)] * self.ranks.size
-        return [
-            [Completion(((seed + i) % 9973 + k,), (-1.0,), "stop", 0) for k in range(params.samples)]
-            for i in range(len(prompts_P))
-        ]
+        firsts, numbers = [(seed + i) % 9973 for i in range(len(prompts_P))], range(params.samples)
+        return [[Completion((first + k,), (-1.0,), "stop", 0) for k in numbers] for first in firsts]
 
     def sync(self, model: object, version: int) -> None: ...
 
@@ -88,7 +86,7 @@ class Streaming(Engine):
     def sample_stream(
         self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
     ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
-        queue: list[tuple[int, SampleRequest]] = []
+        queue = []
         for item in enumerate(filter(None, requests)):
             queue.append(item)
             if len(queue) == 3:
@@ -148,7 +146,7 @@ def test_the_batch_size_limits_batches_of_stored_completions():
 
 def test_sampling_continues_while_a_batch_is_graded_and_stops_at_the_limit():
     """The first grading call waits until the engine has sampled all batches that it may sample meanwhile."""
-    counts: list[int] = []
+    counts = []
 
     class Waiting(Engine):
         def grade(self, *arguments: Any) -> Any:
@@ -201,7 +199,7 @@ def test_an_error_of_the_engine_cancels_the_answer_in_work(tmp_path, monkeypatch
                 raise StaleEngineError("stale")
             return super().sample(*arguments)
 
-    engine: Any = Stale()
+    engine = Stale()
     sets = {"a": [Problem(f"{index}", "?", "1", "a", "sleeper:judge") for index in range(4)]}
     with GraderPool(GradingConfig(deadline=1000.0, workers=1)) as pool:
         with pytest.raises(StaleEngineError):

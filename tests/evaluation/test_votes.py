@@ -19,11 +19,8 @@ Votes = list[str | None]
 
 def verdict_of(votes: Votes, correct: list[float]) -> dict[str, Fraction]:
     """Return the mean correctness of each answer."""
-    return {
-        vote: mean(Fraction(right) for value, right in zip(votes, correct, strict=True) if value == vote)
-        for vote in votes
-        if vote is not None
-    }
+    pairs, answers = [*zip(votes, correct, strict=True)], {*votes} - {None}
+    return {vote: mean(Fraction(right) for value, right in pairs if value == vote) for vote in answers}
 
 
 def by_enumeration(votes: Votes, correct: list[float], k: int) -> float:
@@ -58,7 +55,7 @@ def test_maj_at_k_is_the_mean_over_all_subsets(election):
 )
 def test_ties_of_many_answers(votes, k):
     """With two to five answers tied for the lead, each wins with the same probability."""
-    cast: Votes = [None if vote == "_" else vote for vote in votes]
+    cast = [None if vote == "_" else vote for vote in votes]
     correct = [float(vote == "a") for vote in cast]
     assert maj_at_k(cast, correct, k) == pytest.approx(by_enumeration(cast, correct, k), abs=1e-13)
 
@@ -79,7 +76,7 @@ def test_the_order_and_the_names_of_answers_do_not_matter(election, random, data
 @pytest.mark.parametrize("k", [7, 999])
 def test_a_thousand_completions_are_exact_without_overflow(k):
     """Three equally frequent answers win with probability 1/3 each; if all are correct, so is the vote."""
-    votes: Votes = [str(index % 3) for index in range(999)] + [None]
+    votes = [str(index % 3) for index in range(999)] + [None]
     thirds = [maj_at_k(votes, [float(vote == right) for vote in votes], k) for right in "012"]
     assert sum(thirds) == pytest.approx(maj_at_k(votes, [1.0] * 1000, k), abs=1e-11)
     assert thirds == pytest.approx([thirds[0]] * 3, abs=1e-12)
@@ -89,7 +86,7 @@ def test_a_thousand_completions_are_exact_without_overflow(k):
 def test_the_winner_of_distinct_answers_is_random():
     """300 answers, one of them correct: it wins if it is among the k, with probability 1/k. Nothing wins no votes."""
     assert maj_at_k([None, None], [1.0, 0.0], 2) == 0.0
-    votes: Votes = [str(index) for index in range(300)]
+    votes = [str(index) for index in range(300)]
     for k in (1, 2, 150, 300):
         assert maj_at_k(votes, [1.0] + [0.0] * 299, k) == pytest.approx(1 / 300, rel=1e-12)
 

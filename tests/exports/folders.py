@@ -10,7 +10,7 @@ from typing import Any
 from bandpo_cli.config.layers import Layer, resolve
 from bandpo_cli.config.run import RunConfig
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "task": {"max_number": 5, "numbers": 3},
     "sampling": {"prompts": 8, "samples": 4},
     "optim": {"updates": 2, "warmup_steps": 0},
@@ -28,16 +28,11 @@ def run_script(folder: Path, *arguments: str, **environment: str) -> tuple[list[
     programs = folder.parent / "programs"
     programs.mkdir(exist_ok=True)
     stub = programs / "python3"
-    stub.write_text(
-        f"#!/bin/sh\nexec {sys.executable} -c "
-        "'import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))' \"$@\"\n"
-    )
+    code = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
+    stub.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n")
     stub.chmod(0o755)
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW", "VERL"))}
-    done = subprocess.run(
-        [folder / "run.sh", *arguments],
-        env={**clean, "PATH": f"{programs}:{os.environ['PATH']}", **environment},
-        cwd="/", check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    words, variables = json.loads(done.stdout)
+    clean |= {"PATH": f"{programs}:{os.environ['PATH']}", **environment}
+    output = subprocess.check_output([folder / "run.sh", *arguments], env=clean, cwd="/", text=True)
+    words, variables = json.loads(output)
     return words, variables

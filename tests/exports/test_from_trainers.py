@@ -1,17 +1,19 @@
 """Configurations of TRL and verl as settings of a run: batches, losses, defaults, and what has no place."""
 
+import json
+import subprocess
 from typing import Any
 
 import pytest
 
-from bandpo_cli.config.layers import Layer, flatten, parse_yaml, resolve, setting_changes
+from bandpo_cli.config.layers import flatten, parse_yaml, resolve, setting_changes
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.exports.from_trainers import Translation, read_trainer_file
 from bandpo_cli.exports.verl_settings import LOSSES, overrides_of
 from tests.cli.eval_command import succeed, usage_error
 from tests.exports.folders import small
 
-BASE: dict[str, Any] = {"model_name_or_path": "m", "dataset_name": "d/d", "reward_funcs": ["accuracy_reward"]}
+BASE = {"model_name_or_path": "m", "dataset_name": "d/d", "reward_funcs": ["accuracy_reward"]}
 
 
 def translation(**given: Any) -> Translation:
@@ -84,7 +86,7 @@ def test_defaults_of_trl_that_differ_are_stated():
     assert resolve([translation().layer()]).optim.lr == 1e-6
 
 
-PLACES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+PLACES = [
     ({"loss_type": "grpo", "epsilon": 0.1}, {"bounds.eps_low": 0.1, "bounds.eps_high": 0.1}),
     ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
      {"bounds.method": "gspo", "bounds.eps_high": 4e-4, "objective.aggregation": "token-mean"}),
@@ -133,10 +135,9 @@ def test_the_overrides_of_an_export_become_the_same_run(method, tmp_path):
     objective = {"importance": rules, "reference_kl": 0.1}
     config = small({"bounds": {"method": method}, "objective": objective | {"aggregation": "seq-sum-norm"}})
     overrides = flatten(overrides_of(config)).items()
-    translated = Translation(
-        "verl", {key.lstrip("+"): value for key, value in overrides if value is not None}
-    )
-    layer: Layer = {**translated.layer(), "task": config.task.model_dump()}
+    given = {key.lstrip("+"): value for key, value in overrides if value is not None}
+    translated = Translation("verl", given)
+    layer = {**translated.layer(), "task": config.task.model_dump()}
     changes = setting_changes(config, resolve([layer]))
     resolved = {"model.path", "model.dtype", "sampling.engine"}
     resolved |= {"sampling.vllm.memory_fraction", "evaluation.problems"}
@@ -154,6 +155,21 @@ def test_files_of_both_trainers_are_read(tmp_path):
     assert read_trainer_file(tmp_path / "c.yaml") == {"data.seed": 3, "x.y": 3}
     (tmp_path / "args.json").write_text('{"learning_rate": 1e-05, "optim_args": null}')
     assert read_trainer_file(tmp_path / "args.json") == {"learning_rate": 1e-5}
+
+
+def test_the_variables_of_a_script_have_the_values_that_bash_gives_them(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("RATE", "2e-06")
+    script = (
+        "n=4\nexport batch=$((n * (2 + 6)))  # prompts\nloss='token-mean'; seed=1\nprintf '%s\\n' \\\n"
+        'd.batch=${batch} d.n=$n "a.mode=${loss}" +a.k=${K:-3} a.lr=$RATE a.most=$((1024*20)) d.files=$NO_FILES'
+    )
+    (tmp_path / "run.sh").write_text(script)
+    words = subprocess.run(["bash", tmp_path / "run.sh"], capture_output=True, text=True, check=True).stdout
+    expected = dict(word.lstrip("+").split("=") for word in words.split())
+    found = read_trainer_file(tmp_path / "run.sh")
+    assert {key: str(value) for key, value in found.items()} | {"a.lr": "2e-06", "d.files": ""} == expected
+    assert "d.files = $NO_FILES is not known here and is left out" in caplog.text
+    assert found["a.lr"] == 2e-6
 
 
 def test_a_zero_and_the_word_none_in_a_file_are_values_and_no_missing_keys(tmp_path):
@@ -177,10 +193,9 @@ def test_a_zero_and_the_word_none_in_a_file_are_values_and_no_missing_keys(tmp_p
 
 
 def test_the_command_prints_a_config_file_and_what_has_no_place(tmp_path):
-    (tmp_path / "args.yaml").write_text(
-        "model_name_or_path: m\nper_device_train_batch_size: 4\nnum_generations: 4\ntop_p: 0.9\nfrobnicate: 1\n"
-        "num_train_epochs: 2\nlogging_steps: 5\n"
-    )
+    given = {"model_name_or_path": "m", "per_device_train_batch_size": 4, "num_generations": 4, "top_p": 0.9}
+    given |= {"frobnicate": 1, "num_train_epochs": 2, "logging_steps": 5}
+    (tmp_path / "args.yaml").write_text(json.dumps(given))
     done = succeed("configs", "--from", "TRL", "args.yaml", "--processes", "8", cwd=tmp_path)
     layer = parse_yaml(done.out, "stdout")
     assert layer["sampling"]["prompts"] == 8

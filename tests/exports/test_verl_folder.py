@@ -7,7 +7,6 @@ import subprocess
 import zipfile
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pyarrow.parquet as pq
@@ -35,7 +34,7 @@ from tests.text_model import save_text_model
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Return an exported folder whose path has a blank and a quote."""
     out = tmp_path_factory.mktemp("exports") / "job of today"
     export_verl(small(), out, nodes=1, gpus_per_node=4)
@@ -129,7 +128,7 @@ def test_joined_messages_have_the_token_ids_of_a_run(tmp_path, special):
     config = resolve([SMALL, {"model": {"path": str(model)}}])
     template = verl_files.chat_template(config, [QUESTION])
     (messages,) = verl_files.problem_table("test", {"": [QUESTION]}, True)["prompt"].to_pylist()
-    reread: Any = load_tokenizer(config.model)
+    reread = load_tokenizer(config.model)
     options = {"chat_template": template, "return_dict": False, "add_generation_prompt": True}
     ids = reread.apply_chat_template(messages, **options)
     (prompt,) = PromptEncoder(reread, "auto").encode([QUESTION])
@@ -229,9 +228,8 @@ def test_a_run_is_exported_without_the_settings_of_its_machine(tmp_path):
     changed, lines = settings_for_cluster("first", [], tmp_path)
     assert (changed.model.dtype, changed.model.device, changed.sampling.engine) == ("auto", "auto", "auto")
     assert changed.steps == 7
-    assert lines[0].startswith(
-        "model.dtype = float32 of the machine of the run is bfloat16; --set model.dtype="
-    )
+    note = "model.dtype = float32 of the machine of the run is bfloat16; --set model.dtype=float32"
+    assert lines[0] == f"{note} keeps it"
     assert len(lines) == 3
     kept, lines = settings_for_cluster("first", [{"model": {"dtype": "float32"}}], tmp_path)
     assert kept.model.dtype == "float32"

@@ -1,7 +1,5 @@
 """One grader pool for all tests of graders: the import of sympy or of reasoning-gym takes seconds."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from bandpo_cli.config.batch_and_sampling import GradingConfig
@@ -9,6 +7,6 @@ from bandpo_cli.grading.pool import GraderPool
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[GraderPool]:
+def pool():
     with GraderPool(GradingConfig(workers=1, deadline=60)) as pool:
         yield pool

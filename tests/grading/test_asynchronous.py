@@ -56,7 +56,7 @@ async def nested(text): return None if text == "none" else float(len(text))
 
 
 @pytest.fixture(autouse=True)
-def _rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _rewards(tmp_path, monkeypatch):
     (tmp_path / "async_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
 
@@ -130,7 +130,7 @@ def test_answers_that_are_submitted_later_are_graded_while_a_call_waits():
     """As while sampling: the call of the first group ends only after the one of the second group has run."""
     with GraderPool(GradingConfig(deadline=600)) as pool:
         waits = [pool.begin([problem()], [text]) for text in ("wait a", "wait b")]
-        done: list[Grade] = []
+        done = []
         thread = threading.Thread(target=lambda: done.extend(waits[0]()))
         thread.start()
         last = pool.begin([problem()] * 2, ["release b", "release a"])
@@ -150,7 +150,7 @@ def test_a_blocked_loop_or_an_exit_fails_the_calls_in_flight_and_no_other(monkey
 @pytest.mark.slow
 def test_the_example_grades_and_a_judge_that_fails_gives_no_reward(monkeypatch):
     """The table has the server's first reply to an answer, and all later ones."""
-    table: dict[str, list[Reply]] = {
+    table = {
         "good": ["**Verdict:** 5."], "half": ["Not verdict: 5, but\nVerdict: 3/5"], "flaky": [503, "Verdict: 0"],
         "fail": [500], "drop": [None], "nonsense": ["pineapple"], "too high": ["Verdict: 9"], "slow": ["Verdict: 5"],
         "{answer} \\1": ["Verdict: 4"],
@@ -190,14 +190,18 @@ def test_verdicts_of_the_example():
     assert len(Path(example.__file__).read_text().splitlines()) < 80
 
 
+BROKEN = """import asyncio
+async def refused(text, answer, extra): raise OSError(f'no {answer}')
+async def late(text, answer, extra): await asyncio.sleep(99)
+def quick(text, answer, extra): return None
+"""
+
+
 @pytest.mark.slow
 def test_a_trial_call_fails_in_one_line_that_says_what_to_do():
     (problem_,), config = [problem()], GradingConfig(retries=1, deadline=0.3)
     check_grader(problem_.grader, [problem_], config)
-    Path("broken_judge.py").write_text(
-        "import asyncio\nasync def refused(text, answer, extra): raise OSError(f'no {answer}')\n"
-        "async def late(text, answer, extra): await asyncio.sleep(99)\ndef quick(text, answer, extra): return None\n"
-    )
+    Path("broken_judge.py").write_text(BROKEN)
     refused = r"OSError: no 2 \(broken_judge.py:2, in refused\)"
     for function, cause in (("refused", refused), ("late", "no result within 0.3 s .*")):
         name = f"broken_judge:{function}"

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,7 +70,7 @@ no_function = 3
 
 
 @pytest.fixture(autouse=True)
-def _custom_graders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _custom_graders(tmp_path, monkeypatch):
     (tmp_path / "custom_grader.py").write_text(CUSTOM_GRADER)
     (tmp_path / "broken_grader.py").write_text("import no_such_module_anywhere\n")
     (tmp_path / "dying_grader.py").write_text("import os\nos._exit(7)\n")
@@ -80,7 +79,7 @@ def _custom_graders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pool() -> Iterator[GraderPool]:
+def pool():
     """Return a pool whose deadline no answer reaches on a busy machine."""
     with GraderPool(GradingConfig(workers=2, deadline=60)) as pool:
         yield pool
@@ -237,7 +236,7 @@ def test_workers_exit_with_their_parent(doing, with_signal, tmp_path):
     (tmp_path / "script.py").write_text(PARENT)
     (tmp_path / "custom_grader.py").write_text(SHORT_ALARM + CUSTOM_GRADER)
     (tmp_path / "json.py").unlink()
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     options |= {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}}
     with subprocess.Popen([sys.executable, "script.py", doing], **options) as parent:
         assert parent.stdout.readline() == "imported\n"
@@ -272,7 +271,7 @@ def test_unusable_grader_is_reported_in_one_line(pool):
 @pytest.mark.slow
 def test_hostile_answers_are_never_correct_and_do_not_break_the_pool(monkeypatch):
     """Each hostile answer is followed by an ordinary answer, which the worker grades once."""
-    calls: list[int] = []
+    calls = []
     submit = pool_module.GraderWorkers.submit
 
     def counting(worker_pool: pool_module.GraderWorkers, arguments: Any, *rest: Any) -> range:
@@ -307,7 +306,7 @@ def test_graders_without_workers_handle_hostile_answers(grader):
 
 
 def test_a_worker_without_proc_has_no_memory_limit(monkeypatch, tmp_path):
-    limits: list[int] = []
+    limits = []
     monkeypatch.setattr(calls_and_retries.resource, "setrlimit", lambda kind, _: limits.append(kind))
     calls_and_retries._limit_memory(2.0)
     assert limits == [resource.RLIMIT_AS, resource.RLIMIT_CORE]

@@ -82,12 +82,9 @@ def test_tuples_of_a_problem_are_kept(pool):
 
 def test_a_problem_that_the_scorer_cannot_read_is_a_grader_error(pool):
     """Errors of the scorer count as malformed answers only if it accepts the reference."""
-    entry = entry_of("prime_factorization")
-    broken = entry | {"answer": "2 x"}
-    grades = pool.grade(
-        [problem("prime_factorization", broken), problem("no_such", entry), problem("gcd", entry)],
-        [tagged("two"), tagged("3"), "no tags"],
-    )
+    entry, name = entry_of("prime_factorization"), "prime_factorization"
+    problems = [problem(name, entry | {"answer": "2 x"}), problem("no_such", entry), problem("gcd", entry)]
+    grades = pool.grade(problems, [tagged("two"), tagged("3"), "no tags"])
     assert [grade.verdict for grade in grades] == ["grader-error", "grader-error", "malformed"]
     assert pool.uses["reasoning-gym"].error
     bare = Problem("p", "q", "1", "s", "reasoning-gym")

@@ -98,7 +98,7 @@ def has_unit_of(reference: str, answer: str) -> bool:
 @pytest.mark.parametrize(("grader", "judge"), [("number", grade_number), ("math", grade_math)])
 def test_equal_votes_get_equal_grades(grader, judge):
     """Every form in every format, with every tenth form as the reference; a second stage may grade what is no Grade."""
-    answers_by_vote: dict[str | None, set[str]] = {}
+    answers_by_vote = {}
     for form, format_ in product(FORMS, FORMATS):
         answer = f"Answer: {format_.format(form)}"
         answers_by_vote.setdefault(voted_answer(answer, grader), set()).add(answer)
@@ -118,7 +118,7 @@ def test_equal_countdown_votes_get_equal_grades():
     texts = ["".join(item) for length in range(1, 5) for item in product("12+ $.\n", repeat=length)]
     for answer, numbers in (("12", "12"), ("3", "1 2")):
         problem = Problem("p", "?", answer, "s", "countdown", {"numbers": numbers})
-        verdicts: dict[str | None, set[str]] = {}
+        verdicts = {}
         for text in texts:
             verdict = grade_countdown(problem, text).verdict
             verdicts.setdefault(voted_answer(text, "countdown"), set()).add(verdict)

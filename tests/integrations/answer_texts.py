@@ -35,7 +35,7 @@ PHRASINGS = (
 
 def real_references() -> list[str]:
     """Return the references of the problem sets in `DATA`, as the task gives them to a grader; every third of GSM8K."""
-    found: list[str] = []
+    found = []
     for name in ("gsm8k_test", "aime24", "amc23", "minerva_math"):
         path = DATA / f"{name}.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []

@@ -1,20 +1,20 @@
 """Fixtures of the comparisons with other packages."""
 
 import importlib
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def band() -> ModuleType:
+def band():
     """Return `bandpo_cli.integrations.trl`."""
     pytest.importorskip("trl")
     return importlib.import_module("bandpo_cli.integrations.trl")
 
 
 @pytest.fixture(scope="session")
-def verl_package() -> SimpleNamespace:
+def verl_package():
     """Return verl's modules, with the loss of this package registered; skip where only parts of verl can be imported.
 
     `make test-integrations` runs these tests in an environment of its own (constraints-verl.txt): all of verl needs

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_vllm")
 
 
 @pytest.fixture
-def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_vllm(monkeypatch):
     """Let both samplers be the built-in ones, also in an environment that has vLLM."""
     monkeypatch.setattr(race, "is_missing", "vllm".__eq__)
 

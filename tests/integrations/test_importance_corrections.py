@@ -1,7 +1,6 @@
 """Importance corrections compared with those of the installed verl (`rollout_corr_helper.py`) on random log-probs."""
 
 import math
-from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -27,7 +26,7 @@ FOLDERS = (
 
 
 @pytest.fixture(scope="module")
-def verl() -> Iterator[ModuleType]:
+def verl():
     """Return verl's module of corrections, imported without the packages that only verl's trainer needs."""
     pytest.importorskip("tensordict")
     with partial_package("verl", FOLDERS, {name: {cls: object} for name, cls in ANNOTATIONS.items()}):
@@ -92,7 +91,7 @@ def test_masked_completions(verl, rule, cap, statistic, threshold, spread):
         assert 0 < kept[:, 0].sum() < len(LENGTHS)
 
 
-PRESETS: dict[str, tuple[str | None, str | float, str | None, str | float | None]] = {
+PRESETS = {
     "decoupled_token_is": ("token", 2.0, None, None),
     "decoupled_seq_is": ("sequence", 2.0, None, None),
     "decoupled_token_icepop": ("token", "0.5_5.0", None, None),

@@ -48,7 +48,7 @@ VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def verl_losses() -> dict[str, VerlLoss]:
+def verl_losses():
     """Return verl's registered policy losses by name."""
     folders = ["verl", "verl.utils", "verl.trainer", "verl.trainer.ppo", "verl.workers"]
     annotations = {"omegaconf": {"DictConfig": dict}, "verl.workers.config": {"ActorConfig": ActorConfig}}
@@ -57,8 +57,7 @@ def verl_losses() -> dict[str, VerlLoss]:
         for name in ("as_torch_index", "group_mean_std"):
             setattr(sys.modules["verl.utils"], name, getattr(groupwise, name))
         algos = importlib.import_module("verl.trainer.ppo.core_algos")
-    losses: dict[str, VerlLoss] = algos.POLICY_LOSS_REGISTRY
-    return losses
+    return algos.POLICY_LOSS_REGISTRY
 
 
 def verl_reference(loss: VerlLoss, batch: Batch, aggregation: str, **config: Any) -> Reference:
@@ -143,7 +142,7 @@ def test_verl_clip_cov_removes_as_many_tokens(share, verl_losses):
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
-TRL: dict[str, dict[str, Any]] = {
+TRL = {
     "grpo": {"loss_type": "grpo"},
     "bnpo": {"loss_type": "bnpo"},
     "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 40},

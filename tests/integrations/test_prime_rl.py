@@ -1,8 +1,7 @@
 """The Band as prime-rl's custom loss, with copies of its two types: prime-rl is not on a package index."""
 
 import math
-from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from tests.integrations.batches import Batch, assert_equal, ours
 
 
 @pytest.fixture(scope="module")
-def prime_rl() -> Iterator[ModuleType]:
+def prime_rl():
     """Return `bandpo_cli.integrations.prime_rl` with copies of prime-rl's two types."""
     with stand_ins.integration("prime_rl", stand_ins.PRIME_RL) as module:
         yield module

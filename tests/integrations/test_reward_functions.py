@@ -1,6 +1,5 @@
 """Reward functions of the installed verl and TRL as graders, compared with direct calls of the same functions."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ PROMPT = (Message("user", "1 + 1?"),)
 
 
 @pytest.fixture
-def _verl_rewards() -> Iterator[None]:
+def _verl_rewards():
     """Make `verl.utils.reward_score` importable alone."""
     with partial_package("verl", ["verl", "verl.utils"]):
         yield

@@ -1,8 +1,8 @@
 """The Band as a policy loss of the installed SkyRL, whose registry and reductions need few of its modules."""
 
 import importlib
-from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from tests.integrations import stand_ins
 from tests.integrations.batches import SPREADS, Batch, assert_equal, ours, random_batch
 
 PACKAGES = ("skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils")
-REPLACED: dict[str, dict[str, Any]] = {
+REPLACED = {
     "skyrl.train": {"__path__": []},
     "skyrl.train.config": {"AlgorithmConfig": SimpleNamespace},
     "omegaconf": {"DictConfig": dict},
@@ -22,7 +22,7 @@ REPLACED: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def skyrl() -> Iterator[ModuleType]:
+def skyrl():
     """Return `bandpo_cli.integrations.skyrl` with the modules of the installed SkyRL that have its losses."""
     for package in ("ray", "jaxtyping", "loguru"):
         pytest.importorskip(package)
@@ -31,7 +31,7 @@ def skyrl() -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def registered(skyrl: ModuleType) -> Iterator[Callable[..., Callable[..., Any]]]:
+def registered(skyrl):
     """Return a function that registers the Band with settings, and returns what SkyRL's workers get."""
 
     def register(**settings: Any) -> Callable[..., Any]:

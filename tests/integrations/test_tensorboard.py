@@ -1,6 +1,7 @@
 """TensorBoard as a tracker: the event files as its own reader sees them."""
 
 import shutil
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +34,18 @@ def read(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, li
     events = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0, "tensors": 0}).Reload()
     tags = events.Tags()
     curves = {tag: [(item.step, item.value) for item in events.Scalars(tag)] for tag in tags["scalars"]}
-    texts = {
-        tag.removesuffix("/text_summary"): [
-            item.tensor_proto.string_val[0].decode() for item in events.Tensors(tag)
-        ]
-        for tag in tags["tensors"]
-    }
+    texts = {tag.removesuffix("/text_summary"): events.Tensors(tag) for tag in tags["tensors"]}
+    texts = {tag: [item.tensor_proto.string_val[0].decode() for item in texts[tag]] for tag in texts}
     (session,) = events.PluginTagToContent("hparams").keys() & {"_hparams_/session_start_info"}
     started = HParamsPluginData.FromString(events.PluginTagToContent("hparams")[session]).session_start_info
     return curves, texts, started.hparams
 
 
 def expected(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    curves: dict[str, list[tuple[int, float]]] = {}
+    curves = defaultdict(list)
     for record in RunFolder(folder).read_metrics():
         for name, value in finite_metrics(record).items():
-            curves.setdefault(name, []).append((record["step"], pytest.approx(value, rel=1e-6)))
+            curves[name].append((record["step"], pytest.approx(value, rel=1e-6)))
     return curves
 
 

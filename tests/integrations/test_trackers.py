@@ -42,7 +42,7 @@ BLOCK = 32768
 
 
 @pytest.fixture(autouse=True)
-def _local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _local(tmp_path, monkeypatch):
     """Keep W&B offline and trackio in a temporary folder, in this process and in its children."""
     from trackio import sqlite_storage, utils
 
@@ -85,7 +85,7 @@ def row_of(history: Any) -> dict[str, str]:
 
 
 def wandb_values(folder: Path) -> Values:
-    values: Values = Counter()
+    values = Counter()
     for record in wandb_records(folder):
         row = row_of(record.history)
         values.update((name, int(row["_step"]), float(text)) for name, text in row.items() if name[0] != "_")
@@ -115,11 +115,8 @@ def mlflow_values(folder: Path) -> Values:
 
 
 def expected(folder: Path) -> Values:
-    return Counter(
-        (name, record["step"], value)
-        for record in RunFolder(folder).read_metrics()
-        for name, value in finite_metrics(record).items()
-    )
+    rows = [(record["step"], finite_metrics(record)) for record in RunFolder(folder).read_metrics()]
+    return Counter((name, step, value) for step, row in rows for name, value in row.items())
 
 
 def names_and_values(values: Values) -> tuple[Values, Counter[tuple[str, int]]]:

@@ -4,7 +4,7 @@ import asyncio
 import importlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +38,7 @@ Compose = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def compose(verl_package: SimpleNamespace) -> Iterator[Compose]:
+def compose(verl_package):
     """Return a function to verl's configuration from an exported folder, by its run.sh, or from a configuration."""
     hydra = importlib.import_module("hydra")
     folder = Path(importlib.import_module("verl").__file__).parent / "trainer" / "config"
@@ -57,11 +57,9 @@ def compose(verl_package: SimpleNamespace) -> Iterator[Compose]:
 def validate(config: Any) -> None:
     """Run verl's own checks of a configuration, as main_ppo does."""
     utils = importlib.import_module("verl.trainer.ppo.utils")
-    importlib.import_module("verl.utils.config").validate_config(
-        config=config,
-        use_reference_policy=utils.need_reference_policy(config),
-        use_critic=utils.need_critic(config),
-    )
+    policy, critic = utils.need_reference_policy(config), utils.need_critic(config)
+    check = importlib.import_module("verl.utils.config").validate_config
+    check(config=config, use_reference_policy=policy, use_critic=critic)
 
 
 def dataclass_of(config: Any) -> Any:
@@ -83,7 +81,7 @@ METHODS = "atr band-chi2 band-kl-relaxed cispo clip clip-higher dppo-kl dppo-tv 
 """Files of the methods that verl computes equally; clip-cov and kl-cov choose other tokens."""
 
 
-OTHER_SETTINGS: list[tuple[str, dict[str, float]]] = [
+OTHER_SETTINGS = [
     ("dppo-tv", {"max_weight": 2.0}),
     ("gspo", {"eps_low": 0.1, "eps_high": 0.2}),
     ("sapo", {"tau_positive": 3.0, "tau_negative": 5.0}),
@@ -285,16 +283,12 @@ def test_advantages_are_those_of_a_run(verl_package):
     generator = torch.Generator().manual_seed(0)
     rewards = torch.randint(0, 2, (5, 4), generator=generator).double()
     rewards[0] = 1.0
+    inputs = (rewards.reshape(-1, 1), torch.ones(20, 1), np.repeat(np.arange(5), 4))
     for by_std in (True, False):
-        advantages, _ = verl_package.algos.compute_grpo_outcome_advantage(
-            token_level_rewards=rewards.reshape(-1, 1),
-            response_mask=torch.ones(20, 1),
-            index=np.repeat(np.arange(5), 4),
-            norm_adv_by_std_in_grpo=by_std,
-        )
-        torch.testing.assert_close(advantages.reshape(5, 4).double(), group_advantages(rewards, by_std))
-    ones, problems = torch.ones(20, 1), np.repeat(np.arange(5), 4)
-    theirs, _ = verl_package.algos.compute_rloo_outcome_advantage(rewards.reshape(-1, 1), ones, problems)
+        grpo = verl_package.algos.compute_grpo_outcome_advantage
+        theirs, _ = grpo(*inputs, norm_adv_by_std_in_grpo=by_std)
+        torch.testing.assert_close(theirs.reshape(5, 4).double(), group_advantages(rewards, by_std))
+    theirs, _ = verl_package.algos.compute_rloo_outcome_advantage(*inputs)
     ours = rloo_advantages(rewards, torch.ones_like(rewards, dtype=torch.bool))
     torch.testing.assert_close(theirs.reshape(5, 4).double(), ours)
 
@@ -363,7 +357,7 @@ def test_learning_rates_are_those_of_a_run(schedule, updates, compose):
         [torch.nn.Parameter(torch.zeros(1))], optim
     )
     assert (optimizer.defaults["eps"], optimizer.defaults["betas"]) == (config.optim.eps, config.optim.betas)
-    arguments: dict[str, Any] = {"num_warmup_steps": max(optim.lr_warmup_steps, 0)}
+    arguments = {"num_warmup_steps": max(optim.lr_warmup_steps, 0)}
     if schedule == "cosine":
         arguments |= {"min_lr_ratio": optim.min_lr_ratio, "num_cycles": optim.num_cycles}
         arguments["num_training_steps"] = 7

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bandpo_cli.grading import verl_graders as ours
-from bandpo_cli.types import Grade, Problem
+from bandpo_cli.types import Problem
 from tests.integrations.answer_texts import PIECES, REFERENCES, phrased_answers, random_cases, real_references
 
 
@@ -40,13 +40,13 @@ def gsm8k_score(method: str) -> Callable[[str, str], bool]:
     return lambda text, reference: bool(gsm8k.compute_score(text, reference.replace(",", ""), method=method))
 
 
-VERL: dict[str, Callable[[str, str], bool]] = {
+VERL = {
     "math-dapo": minerva_score,
     "math-dapo-boxed": lambda text, reference: bool(math_dapo.compute_score(text, reference)["acc"]),
     "gsm8k": gsm8k_score("strict"),
     "gsm8k-flexible": gsm8k_score("flexible"),
 }
-OURS: dict[str, Callable[[Problem, str], Grade]] = {
+OURS = {
     "math-dapo": ours.grade_math_dapo,
     "math-dapo-boxed": ours.grade_math_dapo_boxed,
     "gsm8k": ours.grade_gsm8k,

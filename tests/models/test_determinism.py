@@ -27,6 +27,12 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in VARIABLES})
 
 
+def variables_of(config: RunConfig, training: bool = True) -> dict[str, str]:
+    """Return the environment within the block of a run."""
+    with deterministic_kernels(config, training):
+        return dict(os.environ)
+
+
 def use_gpu(monkeypatch: pytest.MonkeyPatch, capability: int, started: bool = False) -> None:
     monkeypatch.setattr(load, "is_gpu", lambda device: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
@@ -74,17 +80,12 @@ def test_an_operation_without_a_deterministic_kernel_is_one_line():
 
 def test_the_environment_of_a_gpu(monkeypatch):
     use_gpu(monkeypatch, capability=8)
-    with deterministic_kernels(RunConfig(deterministic=True)):
-        assert VARIABLES.items() <= os.environ.items()
+    assert VARIABLES.items() <= variables_of(RunConfig(deterministic=True)).items()
     use_gpu(monkeypatch, capability=8, started=True)
-    with deterministic_kernels(RunConfig(deterministic=True)):  # a second run in the same process
-        pass
+    variables_of(RunConfig(deterministic=True))  # a second run in the same process
     del os.environ["CUBLAS_WORKSPACE_CONFIG"]
-    with (
-        pytest.raises(UserError, match="without CUBLAS_WORKSPACE_CONFIG=:4096:8; start a new one"),
-        deterministic_kernels(RunConfig(deterministic=True)),
-    ):
-        pass
+    with pytest.raises(UserError, match="without CUBLAS_WORKSPACE_CONFIG=:4096:8; start a new one"):
+        variables_of(RunConfig(deterministic=True))
 
 
 @pytest.mark.parametrize(
@@ -95,21 +96,14 @@ def test_vllm_needs_a_gpu_with_batch_invariant_kernels(capability, lag, training
     use_gpu(monkeypatch, capability)
     config = resolve([VLLM, {"sampling": {"max_lag": lag}}])
     if refused is None:
-        with deterministic_kernels(config, training):
-            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (":4096:8" if lag else ":16:8")
-    else:
-        with (
-            pytest.raises(UserError, match=f"capability {refused} or more"),
-            deterministic_kernels(config, training),
-        ):
-            pass
+        size = variables_of(config, training)["CUBLAS_WORKSPACE_CONFIG"]
+        assert size == (":4096:8" if lag else ":16:8")
+        return
+    with pytest.raises(UserError, match=f"capability {refused} or more"):
+        variables_of(config, training)
 
 
 def test_vllm_on_a_cpu_is_refused_where_the_time_of_graders_decides_its_batches():
-    with deterministic_kernels(resolve([VLLM])):
-        pass
-    with (
-        pytest.raises(UserError, match="depend on its batches"),
-        deterministic_kernels(resolve([VLLM, {"grading": {"while_sampling": True}}])),
-    ):
-        pass
+    variables_of(resolve([VLLM]))
+    with pytest.raises(UserError, match="depend on its batches"):
+        variables_of(resolve([VLLM, {"grading": {"while_sampling": True}}]))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import LoraSettings, ModelConfig
@@ -39,7 +39,7 @@ from bandpo_cli.models.weights import (
     unsharded,
 )
 from bandpo_cli.processes.ranks import Ranks
-from tests.conftest import SHAPE, random_model
+from tests.conftest import random_model
 from tests.models.allocations import peak_bytes
 
 TOKENS = 96
@@ -181,8 +181,8 @@ def test_estimated_activations_equal_those_of_packed_rows(tmp_path, kind, lora, 
 @pytest.mark.slow
 def test_with_checkpointing_the_peak_of_a_backward_pass_is_the_estimate(tmp_path):
     """Measured at the allocator, without the gradients of parameters: activations and gradients of a layer."""
-    shape = {**SHAPE, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 12}
-    Qwen2ForCausalLM(Qwen2Config(**shape)).save_pretrained(tmp_path)
+    shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 12}
+    random_model(scale=1.0, **shape).save_pretrained(tmp_path)
     settings = ModelConfig(path=str(tmp_path), gradient_checkpointing=True, dtype="float32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval().requires_grad_(False)
     new_name = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.23 on
@@ -280,14 +280,8 @@ def rank_0_of_4() -> Iterator[Ranks]:
 
 
 def qwen2(words: int, tied: bool, dtype: torch.dtype) -> PreTrainedModel:
-    shape = {
-        **SHAPE,
-        "vocab_size": words,
-        "hidden_size": 64,
-        "intermediate_size": 255,
-        "num_hidden_layers": 4,
-    }
-    return Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=tied)).to(dtype).eval()
+    shape = {"hidden_size": 64, "intermediate_size": 255, "num_hidden_layers": 4}
+    return random_model(scale=1.0, vocab_size=words, tie_word_embeddings=tied, **shape).to(dtype)
 
 
 def train_twice(model: PreTrainedModel) -> None:

@@ -18,8 +18,6 @@ import numpy as np
 import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.models.llama import LlamaConfig, LlamaForCausalLM
-from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import with_dtype
@@ -32,7 +30,7 @@ from bandpo_cli.storage.tables import read_token_values
 from bandpo_cli.training.build import Components, build_components
 from bandpo_cli.training.loop import train
 from bandpo_cli.types import TIMEOUT, Completion, Grade, Insertion, Problem
-from tests.conftest import SHAPE
+from tests.conftest import random_model
 from tests.oracle.reference import GivenGroup, GivenRollout, ReferenceTrainer, StepResult
 from tests.sequential_sampler import SequentialSampler
 
@@ -52,17 +50,14 @@ BASE: dict[str, Any] = {
 
 def save_model(folder: Path, kind: str = "qwen2") -> Path:
     """Write a random model of 2 layers with the bundled model's tokenizer; its distributions are far from uniform."""
-    shape = {**SHAPE, "vocab_size": 20, "eos_token_id": END, "pad_token_id": 0, "bos_token_id": None}
-    torch.manual_seed(5)
-    if kind == "llama":
-        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False))
-    else:
-        model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True))
+    ids = {"eos_token_id": END, "pad_token_id": 0, "bos_token_id": None}
+    model = random_model(kind, seed=5, vocab_size=20, **ids)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(10.0 if "embed" in name or "head" in name else 6.0)
-            else:
+        model.get_input_embeddings().weight.mul_(10 / 6)
+        if kind == "llama":
+            model.get_output_embeddings().weight.mul_(10 / 6)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -223,8 +218,6 @@ class Case:
     differences: Differences
     records: list[dict[str, float]]
     results: list[StepResult]
-    components: Components
-    reference: ReferenceTrainer
 
 
 def compare(
@@ -291,7 +284,7 @@ def compare(
     assert lags == [config.optim.updates * age for age in ages]
     assert ages == [0, *([1] * (steps - 1))] if ahead else not any(ages)
     differences = _differences(records, results, gradients, components, reference, columns)
-    return Case(differences, records, results, components, reference)
+    return Case(differences, records, results)
 
 
 def record_gradients(components: Components) -> list[list[torch.Tensor]]:

@@ -187,17 +187,12 @@ class ReferenceTrainer:
             return [0.0] * len(group)
         rewards, objective = self._rewards(group), self.settings["objective"]
         mean, scale = math.fsum(rewards) / len(rewards), 1.0
-        if objective["advantages"] == "maxrl":
-            scale = mean
-        elif objective["advantages"] == "batch":
+        if objective["advantages"] == "batch":
             scale = statistics.stdev(self.rewards_of_step) + 1e-6
-        elif objective["advantages"] == "group" and objective["advantage_std"]:
+        elif objective["advantage_std"]:
             variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
             scale = math.sqrt(variance) + 1e-6
         used = [r for r in group if self._is_graded(r) and self._has_loss(r)]
-        if objective["advantages"] == "rloo":  # the mean of the others
-            others = {id(r): (math.fsum(rewards) - self._reward(r)) / (len(rewards) - 1) for r in group}
-            return [self._reward(r) - others[id(r)] if r in used else 0.0 for r in group]
         return [(self._reward(r) - mean) / scale if r in used else 0.0 for r in group]
 
     def _has_loss(self, rollout: GivenRollout) -> bool:
@@ -247,44 +242,17 @@ class ReferenceTrainer:
         return by_trainer and not self.exact_sampler and objective["importance_cap"] is not None
 
     def _importance(self, own: Sequence[float], sampler: Sequence[float]) -> list[float]:
-        """Return the weights of the tokens of a completion, by cases of the rule's name."""
+        """Return the weights of the tokens of a completion; tests/objective has all rules."""
         if not self.corrects():
             return [1.0] * len(own)
         objective = self.settings["objective"]
-        if not isinstance(objective["importance"], str):
-            return self._rules(objective["importance"], [o - s for o, s in zip(own, sampler, strict=True)])
-        level, _, rule = objective["importance"].partition("-")
         cap, floor = objective["importance_cap"], objective["importance_floor"]
-        floor = 1 / cap if floor is None else floor
         weights = [math.exp(ours - theirs) for ours, theirs in zip(own, sampler, strict=True)]
-        outside = [not floor <= weight <= cap for weight in weights]
-        if rule == "mask-any":
-            return [0.0] * len(weights) if any(outside) else weights
-        if level == "sequence":
-            weights = [math.prod(weights) ** (1 / len(weights))] * len(weights)
-        if rule == "truncate":
+        if objective["importance"] == "token-truncate":
             return [min(weight, cap) for weight in weights]
+        assert objective["importance"] == "token-mask"
+        floor = 1 / cap if floor is None else floor
         return [weight if floor <= weight <= cap else 0.0 for weight in weights]
-
-    def _rules(self, rules: Sequence[Settings], logs: Sequence[float]) -> list[float]:
-        """Return the weights of the tokens of a completion by a list of rules, each of which sees the kept tokens."""
-        kept, weights = set(range(len(logs))), [1.0] * len(logs)
-        for rule in rules:
-            name, low, high = rule["rule"], rule["low"] or -math.inf, rule["high"] or math.inf
-            values = [math.exp(x) - 1 - x if "k3" in name else x for x in logs]
-            present = [values[i] for i in sorted(kept)] or [0.0]
-            if name.startswith("sequence"):
-                values = [mean(present)] * len(logs)
-            if name.startswith("product"):
-                values = [math.fsum(present)] * len(logs)
-            if "k3" not in name:
-                values = [math.exp(value) for value in values]
-            if name.endswith("truncate"):
-                weights = [min(value, high) for value in values]
-                continue
-            outside = {i for i in kept if not low <= values[i] <= high}
-            kept = set() if outside and name == "outlier-reject" else kept - outside
-        return [weight if i in kept else 0.0 for i, weight in enumerate(weights)]
 
     def _logits(self, model: nn.Module, rollout: GivenRollout) -> torch.Tensor:
         """Return the logits from which each token was sampled, [tokens, vocabulary]."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from bandpo_cli.config.layers import read_assignments
 from tests.bounds.oracle import CHECK_VALUES
@@ -166,7 +165,7 @@ VARIANTS = [
     # methods and their settings; tests/bounds has all divergences
     Variant("band kl", KL, clips_both_ways, steps=2),
     Variant("untied output layer", KL, clips_both_ways, steps=2, seed=1, model="llama"),
-    Variant("dcpo, maxrl", "bounds.method=dcpo optim.lr=0.008 objective.advantages=maxrl", clips_both_ways),
+    Variant("dcpo", "bounds.method=dcpo optim.lr=0.008", clips_both_ways),
     Variant("band js, capped and relaxed", "bounds.divergence=js bounds.delta=0.002 bounds.max_ratio=1.3 "
             "bounds.relax.eps_low=0.1 bounds.relax.eps_high=0.15", clips_both_ways),
     # The first two steps of three: the radius differs between the steps and from `delta`.
@@ -185,10 +184,6 @@ VARIANTS = [
     # other samplers
     Variant("token-mask", f"{CLIP} objective.importance=token-mask objective.importance_cap=1.3 "
             "objective.importance_floor=0.8 objective.reference_kl=0.1", masks_tokens, exact_sampler=False),
-    Variant("list of importance rules", f"{CLIP} sampling.prompts=8 objective.importance=["
-            '{"rule":"token-reject","low":0.6,"high":1.5},{"rule":"sequence-k3-reject","high":0.03},'
-            '{"rule":"outlier-reject","low":0.5,"high":1.45},{"rule":"product-truncate","high":1.1}]',
-            masks_tokens, exact_sampler=False),
     Variant("no importance correction, over-long penalty", "objective.importance_cap=null reward.wrong=-1 "
             "reward.correct=2 reward.overlong_buffer=4 reward.overlong_penalty=0.7",
             lambda case: learns(case) and shapes_rewards(case), exact_sampler=False),
@@ -199,7 +194,7 @@ VARIANTS = [
     Variant("log-probs and entropies of a sampler that are the trainer's", f"{KL} sampling.prompts=8",
             has_tokens_without_ratio),
     # rewards, groups and updates
-    Variant("answers without a verdict, rloo", f"{KL} reward.wrong=-1 sampling.prompts=8 objective.advantages=rloo",
+    Variant("answers without a verdict", f"{KL} reward.wrong=-1 sampling.prompts=8",
             lambda case: clips_both_ways(case) and has_graded_and_ungraded_groups(case)),
     Variant("timeouts as wrong answers", f"{KL} reward.wrong=-1 grading.timeout_reward=wrong",
             lambda case: any(r["grade/timeout_fraction"] > r["train/ungraded_fraction"] for r in case.records),
@@ -210,7 +205,7 @@ VARIANTS = [
     # losses of completions
     Variant("gapo, token-mean", "bounds.method=gapo bounds.eps_high=0.05 sampling.prompts=8 optim.lr=0.008 "
             "objective.aggregation=token-mean objective.advantage_std=false", clips_both_ways, seed=2),
-    Variant("vaco, sequence-mask", "bounds.method=vaco bounds.delta=0.1 objective.importance=sequence-mask "
+    Variant("vaco, token-mask", "bounds.method=vaco bounds.delta=0.1 objective.importance=token-mask "
             "objective.importance_cap=1.2 sampling.prompts=8 optim.lr=0.008", clips_both_ways, exact_sampler=False),
     Variant("m2po", "bounds.method=m2po bounds.threshold=0.005 sampling.prompts=8", clips_both_ways,
             exact_sampler=False),
@@ -275,10 +270,6 @@ def test_bfloat16_with_masters_is_near_the_reference(tmp_path, models):
     assert case.differences.gradient < 0.06, case.differences
     assert case.differences.metrics < 0.2, case.differences
     assert case.differences.weights < 1e-5, case.differences
-    parameters = case.components.policy.model.parameters()
-    for parameter, master in zip(parameters, case.reference.masters, strict=True):
-        assert parameter.dtype == torch.bfloat16
-        torch.testing.assert_close(parameter.float(), master.float(), rtol=2**-8, atol=1e-6)
 
 
 def largest(differences: Differences) -> float:

@@ -9,15 +9,15 @@ from bandpo_cli.reports import plot_style as style
 
 
 @pytest.fixture
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_plots(monkeypatch):
     """Skip plotting, which takes most of a report's time."""
     monkeypatch.setattr("bandpo_cli.reports.write_report.plot_all", lambda *_: {})
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
+def figures(monkeypatch):
     """Return the figures that are saved from now on, by file name. Their files are empty: rendering takes long."""
-    saved: dict[str, Figure] = {}
+    saved = {}
 
     def save(figure: Figure, path: Path) -> Path:
         saved[path.name] = figure

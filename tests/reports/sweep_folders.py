@@ -36,7 +36,7 @@ def write_run(
     run = RunFolder.create(folder.parent, folder.name)
     run.write_config(to_yaml(resolve([read_assignments([f"seed={seed}", f"steps={steps}", *settings])])))
     for step in range(steps + 1):
-        line: dict[str, Any] = {"step": step}
+        line = {"step": step}
         if step:
             line |= {
                 "train/entropy": 0.5 - 0.05 * step, "clip/active_fraction": 0.02,

@@ -28,7 +28,7 @@ def write(folder: Path, settings=CLIP, seed: int = 0, accuracy=None, per_step: f
 
 
 @pytest.fixture
-def two_runs(tmp_path: Path) -> list[VariantRun]:
+def two_runs(tmp_path):
     return [VariantRun(name, 0, write(tmp_path / name, *values)) for name, values in RUNS.items()]
 
 

@@ -27,13 +27,11 @@ def _texts(figure):
 
 def _lines(figure):
     """Return the lines of the variants by their name in the legend, matched by colour, dash and width."""
-    (axes,) = figure.axes
-    legend = figure.legends[0]
-    return {
-        text.get_text(): next(line for line in axes.get_lines() if _style(line) == _style(handle))
-        for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True)
-        if not isinstance(handle, Patch)  # the shading
-    }
+    (axes,), (legend,) = figure.axes, figure.legends
+    lines = {_style(line): line for line in reversed(axes.get_lines())}
+    handles = zip(legend.get_texts(), legend.legend_handles, strict=True)
+    # A patch is the shading.
+    return {text.get_text(): lines[_style(of)] for text, of in handles if not isinstance(of, Patch)}
 
 
 def test_lines_are_means_and_the_legend_describes_the_bands(tmp_path, figures):
@@ -90,9 +88,7 @@ def test_curves_cover_the_common_steps():
     assert values_RS.tolist() == [[0.1, 0.2], [0.3, 0.6]]
 
 
-def test_accuracy_is_plotted_against_the_entropy_of_its_policy_and_names_are_no_mathematics(
-    tmp_path, figures
-):
+def test_accuracy_is_plotted_against_the_entropy_of_its_policy_and_names_are_plain(tmp_path, figures):
     run = write_variant(tmp_path, r"$\frac{$ and $x$", accuracy={0: 0.2, 2: 0.3, 4: 0.4})
     report = write_report(Selection("cost $1 $2", None, [run]), tmp_path / "out")
     (axes,) = figures["accuracy_entropy.png"].axes
@@ -105,10 +101,8 @@ def test_accuracy_is_plotted_against_the_entropy_of_its_policy_and_names_are_no_
     assert not any(text._preprocess_math(text.get_text())[1] is True for text in texts)
 
 
-LINES = {
-    "clip": {1e-4: [0.30, 0.34, 0.35], 1e-5: [0.10, 0.20, 0.21], 1e-3: [0.2, 0.1]},
-    "kl 0.05": {1e-5: [0.25], 1e-3: [0.5]},
-}
+LINES = {"clip": {1e-4: [0.30, 0.34, 0.35], 1e-5: [0.1, 0.20, 0.21], 1e-3: [0.2, 0.1]}}
+LINES["kl 0.05"] = {1e-5: [0.25], 1e-3: [0.5]}
 
 
 def test_accuracy_against_learning_rate_has_means_intervals_and_the_best_rate():

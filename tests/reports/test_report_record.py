@@ -20,10 +20,9 @@ ENVIRONMENT = {
 def report(tmp_path, without_plots):
     """Return a report of runs that differ in method, learning rate, seed and machine; one has no env.json."""
     kl = (*KL, "optim.lr=4e-5", "tracking.uri=http://server")
+    without_gpu = {"git": None, "hardware": ENVIRONMENT["hardware"] | {"gpus": []}}
     runs = [write_variant(tmp_path, "clip", (*CLIP, "optim.lr=1e-5"), seed) for seed in (0, 1)]
-    for run, changes in zip(
-        runs, ({}, {"git": None, "hardware": ENVIRONMENT["hardware"] | {"gpus": []}}), strict=True
-    ):
+    for run, changes in zip(runs, ({}, without_gpu), strict=True):
         (run.folder / "env.json").write_text(json.dumps(ENVIRONMENT | changes))
     runs.append(write_variant(tmp_path, "kl", kl, accuracy={0: 0.2, 4: 0.5}))
     return report_on(runs, tmp_path, "clip")

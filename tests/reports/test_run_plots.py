@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ RECORD = {
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path):
     folder = RunFolder.create(tmp_path, "a")
     folder.write_config("bounds: {method: band, divergence: kl, delta: 0.05}\n")
     return folder
@@ -207,7 +206,7 @@ def _success_plot(
     folder: Path, figures: Figures, sets: Mapping[str, Sequence[float]], sizes: Sequence[Sequence[int]]
 ) -> Figure:
     """Return the plot of an evaluation; `sizes`: fewest and most completions per problem of each set."""
-    content: dict[str, Any] = {}
+    content = {}
     for size, (label, shares) in zip(sizes, sets.items(), strict=True):
         problems = {str(index): {"mean_at_8": share} for index, share in enumerate(shares)}
         content[label] = {"problems": len(shares), "completions_per_problem": size, "by_problem": problems}

@@ -91,9 +91,9 @@ FAILED = '{"status": "FAILED", "error": "NonFiniteError: the loss is nan"}'
         (_written("summary.json", STOPPED), "ended at step 4 of 4: stop.gap_above = 1"),
         (_truncated, "metrics.jsonl ends at step 3 of 4"),
         (_written("metrics.jsonl", "{\n"), "damaged: metrics.jsonl, line 1"),
-        (_edited(2, step="two"), 'damaged: metrics.jsonl has a step "two"'),
-        (_edited(2, step=-1), "damaged: metrics.jsonl has a step -1"),
-        (_edited(2, step=10**400), "damaged: metrics.jsonl has a step 1000"),
+        (_edited(2, step="two"), "damaged: metrics.jsonl, line 3 is not a JSON object with a step"),
+        (_edited(2, step=-1), "damaged: metrics.jsonl, line 3 is not"),
+        (_edited(2, step=10**400), "damaged: metrics.jsonl, line 3 is not"),
         (_edited(4, **{"eval/countdown/mean_at_16": None}), "no evaluation at its last step"),
     ],
 )

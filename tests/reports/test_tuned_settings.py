@@ -9,7 +9,6 @@ import yaml
 
 from bandpo_cli.cli.report import print_report
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.compare_variants import Report
 from bandpo_cli.reports.run_tables import read_runs
 from bandpo_cli.reports.run_variants import select_runs
 from bandpo_cli.reports.tuned_settings import TunedVariant, Tuning, by_learning_rate, read_tuning
@@ -29,7 +28,7 @@ RATES = ("1e-5", "1e-4")
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+def report(tmp_path_factory):
     """Return the report of a sweep whose plan has `TUNING`."""
     finals = {"clip": {0: 0.5, 1: 0.6}, "kl": {0: 0.7, 1: 0.75}}
     folder = write_sweep(tmp_path_factory.mktemp("runs") / "tested", finals)

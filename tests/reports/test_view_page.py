@@ -71,7 +71,7 @@ def write_run(runs: Path, name: str, problems: tuple[str, str], **changes: Any) 
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path):
     return write_run(tmp_path / "runs", "a", ("p", f"q{HOSTILE[0]}"))
 
 

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +107,17 @@ PARAMS = SamplingParams(samples=2, temperature=1.0, max_tokens=400, stop_ids=())
 
 
 class Script(TransformersSampler):
-    """Samples what `reply` makes of the text of the prompt, and the end token."""
+    """Samples what `reply` makes of the text of the prompt, also in tokens of one character, and the end token."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, reply: Callable[[str], str], streams: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        reply: Callable[[str], str],
+        streams: bool = False,
+        by_character: bool = False,
     ) -> None:
         self.streams, self._tokenizer, self._reply = streams, tokenizer, reply
+        self._split: Callable[[str], list[str]] = list if by_character else lambda text: [text]
         self.requests: list[SampleRequest] = []
 
     def sample_stream(self, requests: Any, params: SamplingParams, in_order: bool = True) -> Any:
@@ -123,8 +128,8 @@ class Script(TransformersSampler):
         self.requests.append(request)
         groups = []
         for prompt, turn in zip(request.prompts_P, request.turns_P, strict=True):
-            text = self._reply(self._tokenizer.decode(list(prompt))) + END
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            texts = [*self._split(self._reply(self._tokenizer.decode(list(prompt)))), END]
+            ids = [*chain(*self._tokenizer(texts, add_special_tokens=False)["input_ids"])]
             reason = "length" if len(ids) > turn.max_tokens else "stop"
             ids = ids[: turn.max_tokens]
             groups.append([Completion(ids, [-0.5] * len(ids), reason, 3, [0.1] * len(ids))])
@@ -184,9 +189,9 @@ class Talk:
         reply: Callable[[str], str],
         batches: Sequence[Sequence[Problem]] = (problems(),),
         params: SamplingParams = PARAMS,
-        streams: bool = False,
+        **options: bool,
     ) -> list[list[list[Completion]]]:
-        self.sampler = Script(self.tokenizer, reply, streams)
+        self.sampler = Script(self.tokenizer, reply, **options)
 
         def requests() -> Iterator[tuple[Sequence[Problem], SampleRequest]]:
             start = 0
@@ -215,8 +220,9 @@ def contents(completion: Completion) -> list[Any]:
 
 @pytest.mark.slow
 def test_the_next_turn_continues_from_the_tokens_and_not_from_the_text(tokenizer):
-    talk = Talk(tokenizer)
-    completion = talk.one(once(f"I add.{call(a=40, b=2)}", "42"))
+    """Of a text in single characters, as a model may sample it: tokenized again it has fewer tokens."""
+    talk, words = Talk(tokenizer), f"I add.{call(a=40, b=2)}"
+    completion = talk.one(once(words, "42"), by_character=True)
     first, second = talk.sampler.requests
     assert contents(completion) == ["I add.", "42", "42"]
     about = completion.conversation
@@ -226,6 +232,7 @@ def test_the_next_turn_continues_from_the_tokens_and_not_from_the_text(tokenizer
     ((place, inserted),) = completion.inserted
     assert tokenizer.decode(inserted) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
     first_turn, second_turn = completion.token_ids[:place], completion.token_ids[place:]
+    assert len(first_turn) > len(tokenizer(words + END)["input_ids"])
     assert tokenizer.decode(list(second_turn)) == f"42{END}"
     assert decode_completions(tokenizer, [[completion]]) == ["42"], "the last turn is graded"
     assert second.prompts_P[0] == [*first.prompts_P[0], *first_turn, *inserted]
@@ -234,30 +241,6 @@ def test_the_next_turn_continues_from_the_tokens_and_not_from_the_text(tokenizer
     assert len(completion.logprobs) == len(completion.entropies) == len(completion.token_ids)
     graded = with_turns(problems()[0], completion)
     assert graded.extra == {**problems()[0].extra, "messages": about.messages}
-
-
-def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(tokenizer):
-    """A call in single bytes, as a model may sample it: its text tokenized again has fewer tokens."""
-    text = call(a=1, b=1)
-
-    class Bytes(Script):
-        def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
-            self.requests.append(request)
-            ids = [tokenizer(char, add_special_tokens=False)["input_ids"] for char in text]
-            sampled = [token for tokens in ids for token in tokens] + [tokenizer.eos_token_id]
-            if len(self.requests) > 1:
-                sampled = sampled[-1:]
-            return [[Completion(sampled, [0.0] * len(sampled), "stop", 3)] for _ in request.prompts_P]
-
-    talk = Talk(tokenizer)
-    sampler = Bytes(tokenizer, str)
-    (prompt,) = talk.encoder.encode(problems())
-    requests = [(problems(), SampleRequest([prompt.token_ids], 0))]
-    conversations = Conversations(talk.encoder, talk.pool, 4, 100)
-    (((completion, _),),) = stream_completions(sampler, requests, PARAMS, 3, conversations)
-    sampled, whole = completion.token_ids[:-1], tokenizer(text + END, add_special_tokens=False)["input_ids"]
-    assert len(sampled) > len(whole)
-    assert sampler.requests[1].prompts_P[0][len(prompt.token_ids) :][: len(sampled)] == [*sampled]
 
 
 @pytest.mark.parametrize(

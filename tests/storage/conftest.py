@@ -1,14 +1,12 @@
 """A run folder with every kind of file in it, for the tests of storage and of tracking."""
 
-from pathlib import Path
-
 import pytest
 
 from bandpo_cli.storage.run_folder import RunFolder
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+def run(tmp_path, monkeypatch):
     """Return a small finished run in `tmp_path/runs/first`; the current folder is an empty one."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

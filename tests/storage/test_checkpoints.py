@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ def names(run: RunFolder) -> list[str]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path):
     return RunFolder.create(tmp_path, "a")
 
 
@@ -151,7 +150,7 @@ def test_the_last_and_the_best_checkpoints_are_kept(table, last, best):
 
 
 def test_the_best_is_by_the_mean_over_sets_or_by_the_configured_metric():
-    records: list[dict[str, Any]] = [
+    records = [
         {"step": 1, "eval/a/mean_at_4": 0.9, "eval/b/mean_at_32": 0.1, "eval/a/pass_at_4": 0.1, "train/accuracy": 3},
         {"step": 2, "eval/a/mean_at_4": 0.5, "eval/b/mean_at_32": 0.6, "eval/a/pass_at_4": 0.2},
         {"step": 3, "eval/a/mean_at_4": 0.4, "eval/b/mean_at_32": 0.4, "eval/a/pass_at_4": 0.3},

@@ -86,19 +86,13 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(run, folder, tmp_path):
             EvalFolder.open(runs, name)
 
 
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("eval.json", "bandpo eval --resume x --runs-dir {runs}"),
-        ("sweep.yaml", "bandpo sweep --resume x --runs-dir {runs}"),
-        ("notes", "no config.yaml"),
-    ],
-)
-def test_open_names_the_command_that_resumes_an_evaluation_or_a_sweep(tmp_path, file, message):
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / file).write_text("{}")
-    with pytest.raises(UserError, match=message.format(runs=tmp_path)):
-        RunFolder.open(tmp_path, "x")
+def test_open_names_the_command_that_resumes_an_evaluation_or_a_sweep(tmp_path):
+    for file, message in (("notes", "no config.yaml"), ("eval.json", "eval"), ("sweep.yaml", "sweep")):
+        command = f"bandpo {message} --resume x{file} --runs-dir {tmp_path}"
+        (tmp_path / f"x{file}").mkdir()
+        (tmp_path / f"x{file}" / file).write_text("{}")
+        with pytest.raises(UserError, match=message if file == "notes" else command):
+            RunFolder.open(tmp_path, f"x{file}")
 
 
 def test_find_folder_prefers_the_runs_folder_and_gives_every_folder_a_name(tmp_path, monkeypatch):
@@ -283,7 +277,7 @@ def test_records_are_found_among_many_without_parsing_the_others(tmp_path, monke
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> EvalFolder:
+def folder(tmp_path):
     folder = EvalFolder.create(tmp_path / "runs", "second")
     folder.write_record({"status": "running", "sets": {}})
     return folder
@@ -316,14 +310,12 @@ def test_open_accepts_name_folder_and_record(tmp_path, folder, name, monkeypatch
     assert (found.path, found.name) == (folder.path, "second")
 
 
-HOLD = (
-    "import os, sys, time; from pathlib import Path\n"
-    "from bandpo_cli.storage.files import run_lock\n"
-    "with run_lock(Path(sys.argv[1])):\n"
-    "    if sys.argv[2] == 'fork' and os.fork() == 0:\n"
-    "        time.sleep(20); os._exit(0)\n"
-    "    print('held', flush=True); time.sleep(20)\n"
-)
+HOLD = """import os, sys, time; from pathlib import Path
+from bandpo_cli.storage.files import run_lock
+with run_lock(Path(sys.argv[1])):
+    if sys.argv[2] == 'fork' and os.fork() == 0: time.sleep(20); os._exit(0)
+    print('held', flush=True); time.sleep(20)
+"""
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from bandpo_cli.storage.run_record import (
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
+def folder(tmp_path):
     return RunFolder.create(tmp_path, "a")
 
 

@@ -59,7 +59,7 @@ MILLION = np.zeros((1000, 1000), np.float16)
 
 
 @pytest.fixture(autouse=True)
-def model(tmp_path: Path) -> None:
+def model(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
 

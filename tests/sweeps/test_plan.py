@@ -127,7 +127,7 @@ def test_a_mistake_is_one_error_line(settings, words):
 
 def test_the_matched_radius_is_computed_for_the_band_of_each_variant():
     """The stand-in matcher returns a radius that identifies the Band and records its arguments."""
-    calls: list[tuple[str, float | None, str]] = []
+    calls = []
 
     def match(band: TrustRegionSettings, method: str) -> float:
         if not isinstance(band, BandSettings):

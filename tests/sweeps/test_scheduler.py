@@ -46,7 +46,7 @@ sys.exit(0 if accuracy >= 0 else 1)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFolder:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(scheduler, "POLL_S", 0.02)
     sweep = SweepConfig(axes={"bounds.delta": [0.1, 0.2]}, fixed={"steps": 4}, seeds=(0, 1))
     return SweepFolder.create(tmp_path, "s", plan_runs(sweep), "0.1", {})
@@ -57,7 +57,7 @@ def execute(
     margin: float | None = None, slots: int = 2,
 ) -> tuple[dict[str, str], list[str], dict[str, RunState]]:  # fmt: skip
     """Run the sweep with `WRITER` as the command of every new attempt; return failures, started runs and states."""
-    started: list[str] = []
+    started = []
 
     def command(sweep: SweepFolder, name: str) -> list[str]:
         if "--resume" in train_command(sweep, name):
@@ -65,7 +65,7 @@ def execute(
         started.append(name)
         return [sys.executable, "-S", "-c", WRITER, str(sweep.path / name), str(accuracy[name]), str(wait)]
 
-    latest: dict[str, RunState] = {}
+    latest = {}
     monkeypatch.setattr(scheduler, "train_command", command)
     steps = {run.name: 4 for run in folder.runs}
     failures = run_sweep(folder, LocalPool([{}] * slots), steps, latest.update, margin=margin)
@@ -90,9 +90,8 @@ def test_all_runs_are_executed_once_and_failed_ones_again(folder, monkeypatch):
 
 def test_an_error_after_the_end_of_a_run_is_a_warning(folder, monkeypatch, caplog):
     """The run is in the report, and no resume of the sweep starts it again."""
-    code = "import pathlib, sys; path = pathlib.Path(sys.argv[1]); path.mkdir(); " + (
-        "(path / 'summary.json').write_text('{\"status\": \"FINISHED\"}'); print('error: no font'); sys.exit(1)"
-    )
+    code = "import pathlib, sys; path = pathlib.Path(sys.argv[1]); path.mkdir(); print('error: no font'); "
+    code += "(path / 'summary.json').write_text('{\"status\": \"FINISHED\"}'); sys.exit(1)"
     command = [sys.executable, "-S", "-c", code]
     monkeypatch.setattr(scheduler, "train_command", lambda sweep, name: [*command, str(sweep.path / name)])
     assert run_sweep(folder, LocalPool([{}] * 2), dict.fromkeys(ALL, 4), lambda _: None) == {}
@@ -129,7 +128,7 @@ def test_runs_start_while_another_one_ignores_the_request_to_stop(folder, monkey
         return [sys.executable, "-S", "-c", STUBBORN, str(sweep.path), name]
 
     monkeypatch.setattr(scheduler, "train_command", command)
-    latest: dict[str, RunState] = {}
+    latest = {}
     run_sweep(folder, LocalPool([{}] * 2), dict.fromkeys(ALL, 4), latest.update, margin=0.3)
     assert [latest[name].status for name in ALL] == ["finished", "stopped", "finished", "finished"]
     # With a SIGKILL, after a scheduler that waits for the grace period, there is no summary.
@@ -169,7 +168,7 @@ def test_a_killed_run_is_resumed_and_a_failed_one_starts_again(folder, status, r
 
 def test_a_run_that_cannot_be_resumed_is_archived_and_one_slot_runs_one_at_a_time(folder, monkeypatch):
     """After a refused resume the next attempt starts again."""
-    together: list[int] = []
+    together = []
     free_slots = LocalPool.free_slots.fget
     counted = property(lambda pool: together.append(len(pool._jobs)) or free_slots(pool))
     monkeypatch.setattr(LocalPool, "free_slots", counted)
@@ -229,7 +228,7 @@ def start(pool: LocalPool, tmp_path: Path, name: str, code: str) -> None:
 
 
 def wait(pool: Pool, count: int) -> dict[str, int]:
-    codes: dict[str, int] = {}
+    codes = {}
     wait_for(lambda: codes.update(pool.poll_finished()) or len(codes) >= count)
     return codes
 

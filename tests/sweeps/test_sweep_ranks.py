@@ -81,9 +81,8 @@ class RecordedPool(LocalPool):
         return {command[command.index("--name") + 1]: 1 for command, _ in self.started}
 
 
-def commands(
-    monkeypatch: pytest.MonkeyPatch, request: SweepPlan | str, ranks: int | None, place: Path
-) -> tuple[Sequence[tuple[list[str], Mapping[str, str]]], SweepInfo]:
+def commands(monkeypatch, request, ranks, place) -> tuple[list[tuple[list[str], dict[str, str]]], SweepInfo]:
+    """Return the commands and environments of a sweep, and what its callback got at the start."""
     monkeypatch.setattr(MODULE, "LocalPool", RecordedPool)
     monkeypatch.setattr(RecordedPool, "started", [])
     monkeypatch.setattr("bandpo_cli.sweeps.scheduler.POLL_S", 0.0)
@@ -138,7 +137,7 @@ def test_a_dry_run_of_a_sweep_checks_each_start_once(tmp_path, monkeypatch):
 
 
 def test_a_resume_has_as_many_runs_at_a_time_unless_the_number_is_given(tmp_path, monkeypatch):
-    jobs: list[int | None] = []
+    jobs = []
     monkeypatch.setattr(sweep_run, "_run_pending", lambda folder, executor, *_: jobs.append(executor.jobs))
     config = SweepConfig(seeds=(0, 1))
     run_sweep(config, executor=Executor(jobs=1), runs_dir=tmp_path, name="one")

@@ -26,7 +26,7 @@ FINALS = {
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory):
     """Return the folder of the finished sweep `tuning`."""
     folder = tmp_path_factory.mktemp("runs") / "tuning"
     (folder / "plans").mkdir(parents=True)
@@ -42,7 +42,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def runs_dir(finished: Path, tmp_path: Path) -> Path:
+def runs_dir(finished, tmp_path):
     """Return a folder with a copy of `tuning`."""
     shutil.copytree(finished, tmp_path / "tuning")
     return tmp_path
@@ -144,6 +144,7 @@ def test_axes_beside_a_tuning_sweep_are_refused(runs_dir):
     with pytest.raises(ConfigError, match="axes: the variants are those of tuned_on = tuning; remove one"):
         plan_sweep(None, {"optim.lr": "1e-5"}, [], {"tuned_on": "tuning"}, [], runs_dir)
     chosen = "optim.lr = 1e-4: tuning has chosen 1e-5 for clip; remove it from the flags, --config, --set and `fixed`"
-    for fixed, layers in (({"optim": {"lr": 1e-4}}, []), ({}, [{"optim": {"lr": 1e-4}}])):
+    own = {"optim": {"lr": 1e-4}}
+    for fixed, layers in ((own, []), ({}, [own])):
         with pytest.raises(ConfigError, match=chosen):
             plan_from_config(SweepConfig(tuned_on="tuning", fixed=fixed), layers, runs_dir)

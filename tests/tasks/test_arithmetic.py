@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -114,7 +113,7 @@ def test_the_tool_has_a_schema_and_refuses_what_is_no_expression():
 
 @pytest.mark.parametrize("source", [FOLDER, None], ids=["shipped", "built"])
 def test_tokens_and_template_of_the_model(source):
-    tokenizer: Any = build_calculator_tokenizer() if source is None else AutoTokenizer.from_pretrained(source)
+    tokenizer = build_calculator_tokenizer() if source is None else AutoTokenizer.from_pretrained(source)
     assert len(tokenizer) == len(ALPHABET) + 8
     text = "37*58+9".join(CALL)
     ids = tokenizer(text)["input_ids"]
@@ -149,7 +148,7 @@ def test_the_model_belongs_to_the_task():
 def test_the_model_calls_its_tool_for_some_problems(tmp_path):
     """Fails for a damaged or replaced file. With 64 problems × 4 the standard error is about 0.03."""
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 1e6
-    settings: Any = [{"tracking": {"mlflow": False}}]
+    settings = [{"tracking": {"mlflow": False}}]
     result = evaluate("embedded-calculator", n=4, k=[1], limit=64, settings=settings, runs_dir=tmp_path)
     assert 0.1 < result.scores["calculator"].metrics["mean_at_4"].value < 0.3
 

@@ -36,9 +36,8 @@ def test_rows_with_question_answer_and_completions(tmp_path):
     ((label, problems),) = read_completions(jsonl(tmp_path / "my answers.jsonl", *rows)).items()
     assert label == "my-answers"
     assert [stored.problem.answer for stored in problems] == ["2", "4"]
-    assert [[completion.text for completion in stored.completions_G] for stored in problems] == [
-        ["Answer: 2", "Answer: 3", "Answer: 4"], ["4"],
-    ]  # fmt: skip
+    texts = [[completion.text for completion in stored.completions_G] for stored in problems]
+    assert texts == [["Answer: 2", "Answer: 3", "Answer: 4"], ["4"]]
     assert {stored.problem.grader for stored in problems} == {"math"}
     assert problems[1].problem.extra == {"data_source": "mine"}
     (again,) = read_completions(tmp_path / "my answers.jsonl", "number").values()

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import datasets
@@ -22,7 +21,7 @@ ROWS = [{"question": f"What is {n}+{n}?", "answer": f"It is {n}+{n}.\n#### {2 * 
 
 
 @pytest.fixture(autouse=True)
-def _separate_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _separate_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -70,9 +69,9 @@ def test_folders_written_by_save_to_disk(tmp_path):
 
 
 @pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def requests(monkeypatch):
     """Return the list of requests to the hub, which answers with the row in `ROW`."""
-    requests: list[tuple[Any, ...]] = []
+    requests = []
 
     def load_dataset(path: str, name: str | None = None, *, split: str) -> datasets.Dataset:
         requests.append((path, name, split))
@@ -82,7 +81,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return requests
 
 
-ROW: dict[str, Any] = {}
+ROW = {}
 VERL = {"prompt": "q", "solution": "34", "source_prompt": [{"role": "user", "content": "Solve: q"}]}
 KNOWN = {
     "gsm8k": ({"question": "q", "answer": "w\n#### 18"}, "18"),
@@ -137,7 +136,7 @@ def test_default_sources_of_dapo(requests, monkeypatch):
 
 
 GSM8K = "{name: gsm8k, path: FILE}"
-UNREACHABLE: list[tuple[dict[str, Any], str, str]] = [
+UNREACHABLE = [
     ({"name": "gsm8k"}, "openai/gsm8k", f"'task.train={GSM8K}' --set 'task.heldout={GSM8K}' --model FOLDER"),
     ({"name": "data", "train": [{"path": "o/x", "split": "a"}]}, "o/x", "{path: FILE}' --model FOLDER"),
     ({"name": "gsm8k", "train": ["sums.jsonl"]}, "openai/gsm8k", f"copies: --set 'task.heldout={GSM8K}' --m"),

@@ -56,10 +56,8 @@ def test_all_turns_reach_the_chat_template_unchanged(tmp_path):
         "<|im_start|>user\n What is 3*4?\n<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    note = (
-        "chat: has chat messages; task.template does not apply, task.system where they have no system message"
-    )
-    assert note in notes
+    note = "chat: has chat messages; task.template does not apply, task.system where they have no system"
+    assert f"{note} message" in notes
 
 
 def test_models_without_a_template_or_with_one_that_refuses_the_turns(tmp_path):
@@ -126,7 +124,7 @@ def user(content: Any) -> list[dict[str, Any]]:
 
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
 NO_TEXT = "has content that is no text in UTF-8; only a text, or a list of parts of the type 'text', is supp"
-MALFORMED: list[tuple[Any, str]] = [
+MALFORMED = [
     *((value, f"message 1 {NO_TEXT}") for value in (
         [{"role": "user"}], user("a\udc00"), user([IMAGE]), user(["text"]), user([{"type": "text"}]),
     )),

@@ -37,7 +37,7 @@ def settings(**values: Any) -> ReasoningGymTask:
 
 
 @pytest.fixture(scope="module")
-def five() -> ReasoningGym:
+def five():
     """The problems are made in a process that would have the hash seed 77."""
     task = ReasoningGym(settings(names=FIVE, size=12, heldout_size=8, options={"maze": {"size": 3}}))
     with pytest.MonkeyPatch.context() as patch:
@@ -89,7 +89,7 @@ def test_neighbouring_seeds_share_no_problems():
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_process(monkeypatch):
     """Run the generators in this process, which saves two seconds per set of problems."""
 
     def run(*_: Any, input: str, **__: Any) -> Any:
@@ -129,10 +129,9 @@ def test_no_problem_left_or_an_error_of_a_generator_is_one_line():
 
 @pytest.mark.usefixtures("in_process")
 def test_options_and_templates_reach_the_problems():
-    config = settings(
-        names=["chain_sum"], size=20, heldout_size=5, seed=4, system=None, template="Q: {question} {x}",
-        options={"chain_sum": {"min_terms": 3, "max_terms": 3}},
-    )  # fmt: skip
+    options = {"chain_sum": {"min_terms": 3, "max_terms": 3}}
+    sizes = {"size": 20, "heldout_size": 5, "seed": 4, "options": options}
+    config = settings(names=["chain_sum"], system=None, template="Q: {question} {x}", **sizes)
     task = ReasoningGym(config)
     for problem in task.train_problems():
         assert len(problem.prompt) == 1
@@ -145,7 +144,7 @@ def test_options_and_templates_reach_the_problems():
     assert not {p.id for p in task.train_problems()} & {p.id for p in other.train_problems()}
 
 
-WRONG: list[tuple[dict[str, Any], list[str]]] = [
+WRONG = [
     ({}, ["name at least one generator", "reasoning-gym:list"]),
     ({"names": ["leg_count"]}, ["no generator 'leg_count'", "did you mean 'leg_counting'"]),
     ({"names": ["composite"]}, ["'composite' cannot be used", "task.names also does"]),

@@ -37,7 +37,7 @@ VALUES = st.recursive(
 )
 
 
-ANSWERS: list[tuple[Any, str | None]] = [
+ANSWERS = [
     (27.0, "27"), (-0.5, "-0.5"), (1e-7, "0.0000001"), (1e22, "10000000000000000000000"), ("27.0", "27"),
     (2**80 + 1, "1208925819614629174706177"), (Decimal("12.50"), "12.50"), (Decimal("3.00"), "3"), ("025", "025"),
     (" $\\frac{1}{2}$ ", "\\frac{1}{2}"), ("$5", "$5"), ("$1$ and $2$", "$1$ and $2$"),
@@ -51,6 +51,12 @@ ANSWERS: list[tuple[Any, str | None]] = [
 def test_answers():
     for value, answer in ANSWERS:
         assert as_answer(value) == answer, value
+
+
+def test_levels():
+    levels = {"Level 3": 3, 3: 3, "5": 5, "Level ?": None, 2.5: None, None: None, 4.0: 4}
+    assert {value: as_level(value) for value in levels} == levels
+    assert as_level(True) is None
 
 
 @settings(max_examples=15)
@@ -67,7 +73,7 @@ def test_any_value_is_converted_or_none(value):
 
 
 def test_nesting_depth_cannot_exhaust_the_stack():
-    deep: Any = "1"
+    deep = "1"
     for _ in range(5000):
         deep = {"a": [deep]}
     assert to_json_value(deep) is not None
@@ -83,7 +89,7 @@ def test_dotted_paths():
     assert value_at(row, "x.y") is None
 
 
-USUAL_NAMES: list[tuple[dict[str, Any], tuple[str | None, str | None]]] = [
+USUAL_NAMES = [
     ({"question": "q", "answer": "a", "prompt": "p"}, ("question", "answer")),
     ({"query": "q", "target": 0}, ("query", "target")),
     ({"input": "q", "solution": "1"}, ("input", "solution")),
@@ -132,7 +138,7 @@ def test_worked_solution_is_used_only_without_an_answer_field():
             assert find_fields([row], NONE, known).answer == "solution"
 
 
-ROWS: list[dict[str, Any]] = [
+ROWS = [
     {"question": 'He said "1, 2"\nand then?', "answer": "3"},
     {"question": "a line\u2028separator, é, 𝕏, {braces}", "answer": ""},
 ]

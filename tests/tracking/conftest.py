@@ -1,7 +1,6 @@
 """Fixtures of the tracking tests: the run folder of the storage tests, and SQLite stores copied from an empty one."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ __all__ = ["run"]
 
 
 @pytest.fixture(autouse=True)
-def _copied_tables(empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _copied_tables(empty_database, monkeypatch):
     """Create every later store as a copy of `empty_database`."""
 
     def copy_tables(uri: str) -> None:

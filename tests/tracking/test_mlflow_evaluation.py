@@ -20,7 +20,7 @@ METRICS = {"eval/a/mean_at_4": 0.5, "eval/a/mean_at_4_low": 0.25, "eval/a/mean_a
 
 
 @pytest.fixture
-def evaluation(run: RunFolder) -> EvalFolder:
+def evaluation(run):
     folder = EvalFolder.create(run.path.parent, "an-evaluation")
     folder.write_record({"sets": {}})
     return folder
@@ -38,7 +38,7 @@ def mirror(run: RunFolder) -> str:
 
 
 def send(run: RunFolder, evaluation: EvalFolder) -> Path:
-    about: Any = ({"seed": 7}, {"versions": {"torch": "2"}}, [evaluation.path / "eval.json"])
+    about = ({"seed": 7}, {"versions": {"torch": "2"}}, [evaluation.path / "eval.json"])
     return send_evaluation(store_of(run), evaluation.path, run.path, 3, METRICS, *about)
 
 
@@ -49,7 +49,7 @@ def test_links_are_written_under_the_lock_of_the_sender(run, evaluation, monkeyp
         mirror(run)
         (place,) = read_places(run.path, "mlflow")
         write_place(run.path, "mlflow", replace(place, remote_id=""))
-    locked: list[bool] = []
+    locked = []
 
     def record(folder: Path, tracker: str, place: Any) -> None:
         try:

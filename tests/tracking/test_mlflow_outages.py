@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from http.client import HTTPException
 from pathlib import Path
@@ -91,14 +91,14 @@ class MlflowServer:
 
 
 @pytest.fixture(scope="module")
-def one_server(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Iterator[MlflowServer]:
+def one_server(tmp_path_factory, empty_database):
     server = MlflowServer(tmp_path_factory.mktemp("server"), empty_database)
     yield server
     server.kill()
 
 
 @pytest.fixture
-def server(one_server: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> MlflowServer:
+def server(one_server, monkeypatch):
     """Return the running server, which all tests share; retries are frequent, and a stopped server is noticed soon."""
     one_server.start()
     monkeypatch.setattr(outages, "CONNECT_TIMEOUT_S", 2.0)
@@ -109,7 +109,7 @@ def server(one_server: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> MlflowS
 
 
 @pytest.fixture
-def folder(tmp_path: Path, request: pytest.FixtureRequest) -> RunFolder:
+def folder(tmp_path, request):
     folder = RunFolder.create(tmp_path / "runs", run_folder.slug(request.node.name))
     folder.write_config("seed: 3\n")
     folder.write_env({"versions": {"python": "3.11"}})
@@ -117,11 +117,8 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> RunFolder:
 
 
 def expected(folder: RunFolder) -> Values:
-    return Counter(
-        (key, record["step"], value)
-        for record in folder.read_metrics()
-        for key, value in finite_metrics(record).items()
-    )
+    rows = [(record["step"], finite_metrics(record)) for record in folder.read_metrics()]
+    return Counter((key, step, value) for step, row in rows for key, value in row.items())
 
 
 def track_steps(folder: RunFolder, server: MlflowServer, events: Mapping[int, Callable[[], object]]) -> None:
@@ -170,7 +167,7 @@ def test_a_server_gets_the_complete_record_and_the_run_prints_its_address(server
 
 def test_a_server_that_is_killed_and_restarted_during_the_run(server, folder, caplog, monkeypatch):
     monkeypatch.setattr(outages, "UNREACHABLE_GRACE_S", 60.0)  # the restarted server may be slow
-    before: list[Values] = []
+    before = []
 
     def restart() -> None:
         wait_for(lambda: caplog.messages)

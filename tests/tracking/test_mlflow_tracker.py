@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -40,7 +39,7 @@ NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it
 
 
 @pytest.fixture
-def run(run: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+def run(run, caplog, monkeypatch):
     """Return the run of the storage tests with more settings; messages are recorded, and retries are immediate."""
     caplog.set_level(logging.INFO, "bandpo_cli")
     monkeypatch.setattr(outages, "MIN_RETRY_DELAY_S", 0.05)
@@ -49,7 +48,7 @@ def run(run: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def mirror(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+def mirror(caplog):
     """Return a function that tracks the three steps of a run and returns the messages."""
 
     def mirror(run: RunFolder, store: Store, status: RunStatus = "FINISHED") -> list[str]:
@@ -66,14 +65,11 @@ def test_a_sqlite_file_in_the_runs_folder_gets_the_complete_record(run, mirror):
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     assert mirror(run, store, "FAILED") == []
     first = check_complete(store.uri, "FAILED")
-    assert ui_text(run.path, store).splitlines()[1] == (
-        f"http://127.0.0.1:5000/#/experiments/{first.experiment_id}/runs/{first.run_id}/model-metrics"
-        "?workflowType=machine_learning"
-    )
+    page = f"http://127.0.0.1:5000/#/experiments/{first.experiment_id}/runs/{first.run_id}/model-metrics"
+    assert ui_text(run.path, store).splitlines()[1] == f"{page}?workflowType=machine_learning"
     assert list(Path.cwd().iterdir()) == []  # no ./mlruns and no ./mlflow.db in the current folder
-    assert {path.name for path in run.path.parent.iterdir()} == {
-        ".mlflow.db.lock", "first", "mlartifacts", "mlflow.db",
-    }  # fmt: skip
+    names = {".mlflow.db.lock", "first", "mlartifacts", "mlflow.db"}
+    assert {path.name for path in run.path.parent.iterdir()} == names
     assert mirror(run, store) == []
     assert check_complete(store.uri, "FINISHED").run_id == first.run_id  # no step is sent twice
     client_of(store.uri).delete_run(first.run_id)
@@ -199,12 +195,12 @@ KIND = "mlflow.experimentKind"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path):
     return tracking_store(TrackingConfig(), tmp_path, {})
 
 
 @pytest.fixture
-def client(store: Store) -> Any:
+def client(store):
     create_sqlite_store(store.uri)
     return client_of(store.uri)
 
@@ -218,9 +214,7 @@ def client(store: Store) -> Any:
         ({KIND: ""}, ""),
     ],
 )
-def test_an_experiment_is_of_model_training_unless_a_user_has_chosen_a_kind(
-    store, client, run, existing, kind
-):
+def test_an_experiment_is_of_model_training_unless_a_user_chose_a_kind(store, client, run, existing, kind):
     if existing is not None:
         client.create_experiment("bandpo", store.artifact_location, tags=existing)
     RunSender("mlflow", run.path, store).send()

@@ -24,13 +24,13 @@ from tests.tracking.tracked import client_of, track
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+def store(tmp_path_factory):
     """Return one SQLite store for all tests of this module: creating its tables takes seconds."""
     return tracking_store(TrackingConfig(), tmp_path_factory.mktemp("store"), {})
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
+def folder(tmp_path):
     """Return a run of 3 steps that ended without a summary."""
     folder = RunFolder.create(tmp_path / "runs", "first")
     folder.write_config(to_yaml(RunConfig(seed=3)))
@@ -50,22 +50,16 @@ def run_id_of(place: Place) -> str:
 
 
 def history(store: Store, folder: RunFolder) -> Counter[tuple[str, int, float]]:
-    there = run_at(store, folder)
-    return Counter(
-        (metric.key, metric.step, metric.value)
-        for key in there.data.metrics
-        for metric in client_of(store.uri).get_metric_history(there.info.run_id, key)
-    )
+    there, client = run_at(store, folder), client_of(store.uri)
+    histories = [client.get_metric_history(there.info.run_id, key) for key in there.data.metrics]
+    return Counter((metric.key, metric.step, metric.value) for values in histories for metric in values)
 
 
 def metrics_of(folder: RunFolder) -> Counter[tuple[str, int, float]]:
-    return Counter(
-        (key, record["step"], float(value))
-        for record in folder.read_metrics()
-        for name, value in record.items()
-        if name != "step" and value is not None
-        for key in ([name, "Main/reward"] if name == "train/reward" else [name])
-    )
+    """Return the metrics that a run of this module has at MLflow."""
+    rows, names = folder.read_metrics(), ("train/reward", "time/step")
+    values = Counter((name, row["step"], row[name]) for row in rows for name in names)
+    return values + Counter(("Main/reward", row["step"], row["train/reward"]) for row in rows)
 
 
 def sync_run(store: Store, path: Path) -> SyncResult:

@@ -15,7 +15,7 @@ from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking import outages
 from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.tracking.sender import RunSender
-from bandpo_cli.tracking.trackers import TrackedRun, finite_metrics, tracker_class
+from bandpo_cli.tracking.trackers import finite_metrics, tracker_class
 from tests.processes.checks import wait_for
 from tests.tracking.tracked import RunInfo, RunResult, report
 
@@ -47,7 +47,7 @@ NAME = "journal:Journal"
 
 
 @pytest.fixture
-def folder(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+def folder(run, monkeypatch):
     """Return a run folder with three steps, and journal.py in the current folder; retries are frequent."""
     Path("journal.py").write_text(JOURNAL)
     run.write_config(f"tracking:\n  trackers: ['{NAME}']\n")
@@ -149,7 +149,7 @@ def test_a_tracker_that_needs_the_user_is_not_tried_again(folder, caplog):
 
 
 def test_the_group_of_a_run_is_its_sweep_and_passwords_are_redacted(folder, monkeypatch):
-    seen: list[TrackedRun] = []
+    seen = []
     monkeypatch.setattr(tracker_class(NAME), "log", lambda self, points: seen.append(self.run))
     (folder.path.parent / "sweep.yaml").touch()
     folder.write_config("tracking:\n  uri: http://user:secret@host\noptim:\n  lr: 0.1\n")

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.models.load import Policy, load_policy
 from tests.training.recording import Recording, run, save_small_model
+
+
+@pytest.fixture(scope="session")
+def embedded() -> Policy:
+    """Return the bundled model; tests must not change it."""
+    return load_policy(ModelConfig())
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Experiences of a small random model, for tests of updates."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.sampling.sampler import SamplingParams, TransformersSampler
 from bandpo_cli.training.experience import Experience, prepare_updates
-from bandpo_cli.types import Grade, Group, Problem, Rollout
+from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 from tests.conftest import random_model
 
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8), (9, 10)]
@@ -95,11 +95,10 @@ def weights_of(policy: Policy) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten().clone() for parameter in policy.model.parameters()])
 
 
-def shifted_groups(groups: list[Group], by: float) -> list[Group]:
-    """Return the groups as reported by an engine whose log-probs are off by `by` nats."""
+def changed(groups: list[Group], change: Callable[[Completion], dict[str, Any]]) -> list[Group]:
+    """Return the groups with the attributes of their completions that `change` returns."""
 
-    def shifted(rollout: Rollout) -> Rollout:
-        logprobs = tuple(logprob + by for logprob in rollout.completion.logprobs)
-        return replace(rollout, completion=replace(rollout.completion, logprobs=logprobs))
+    def completed(rollout: Rollout) -> Rollout:
+        return replace(rollout, completion=replace(rollout.completion, **change(rollout.completion)))
 
-    return [replace(group, rollouts_G=tuple(map(shifted, group.rollouts_G))) for group in groups]
+    return [replace(group, rollouts_G=tuple(map(completed, group.rollouts_G))) for group in groups]

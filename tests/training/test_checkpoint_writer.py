@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, SignalExit, UserError
-from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.models.load import Policy
 from bandpo_cli.storage.checkpoints import complete_checkpoints, model_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training import checkpoint_writer
@@ -46,11 +46,6 @@ from tests.training.trained import (
     tensors,
     update,
 )
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Policy:
-    return load_policy(ModelConfig())
 
 
 @dataclass(frozen=True)
@@ -232,13 +227,19 @@ def test_the_next_checkpoint_waits_for_the_one_in_progress(setting, gate):
     assert second.optimizer.state()["model.norm.weight.step"] == 2
 
 
-def test_the_last_step_and_a_run_without_background_use_no_thread(setting):
-    """The checkpoint is complete before the step's line is written; so are those without memory for a copy."""
-    for writer, step in ((setting.writer(), 100), (setting.writer(background=False), 3)):
-        with writer:
-            writer.prepare(step)
-            assert step in complete_checkpoints(setting.run).complete
-            writer.commit()
+@pytest.mark.parametrize("case", ["last step", "no background", "no further thread"])
+def test_without_a_thread_the_checkpoint_is_complete_before_the_line_of_its_step(setting, monkeypatch, case):
+    """So are those without memory for a copy. Where a thread cannot be started, it is complete after the line."""
+    if case == "no further thread":
+        cannot_start = RuntimeError("can't start new thread")
+        monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=cannot_start))
+    step = 100 if case == "last step" else 3
+    with setting.writer(background=case != "no background") as writer:
+        writer.prepare(step)
+        assert (step in complete_checkpoints(setting.run).complete) == (case != "no further thread")
+        setting.run.append_metrics({"step": step})
+        writer.commit()
+        assert step in complete_checkpoints(setting.run).complete
 
 
 @pytest.mark.parametrize("available", ["little", "unknown"])
@@ -356,16 +357,6 @@ def test_a_write_in_the_main_thread_that_a_signal_interrupts_leaves_nothing(sett
         monkeypatch.setattr(os, "fsync", interrupted)
         writer.prepare(1)
     assert setting.names() == []
-
-
-def test_without_a_further_thread_the_checkpoint_is_written_all_the_same(setting, monkeypatch):
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with setting.writer() as writer:
-        setting.save(writer, 1)
-        assert list(complete_checkpoints(setting.run).complete) == [1]
 
 
 def test_the_thread_of_a_gpu_uses_no_other_gpu(setting, monkeypatch):

@@ -1,4 +1,4 @@
-"""Runs with an environment: a resume changes nothing, with LoRA and with batches sampled ahead, too."""
+"""A run with an environment, with LoRA and batches sampled ahead: a resume changes nothing."""
 
 import json
 from itertools import count
@@ -9,12 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments import resume, train
-from bandpo_cli.metric_names import without_clock
 from bandpo_cli.storage.run_folder import RunFolder
 from tests.conftest import random_model
 from tests.text_model import character_tokenizer
+from tests.training.trained import record
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -34,57 +33,37 @@ class Echo:
     def reward(self):
         return len(self.letters) / (1 + self.turns)
 '''
-VARIANTS: dict[str, dict[str, Any]] = {
-    "all weights": {},
-    "LoRA, several micro-batches, sampled ahead": {
-        "model": {"lora": {"rank": 4}},
-        "optim": {"micro_batch_tokens": 40},
-        "sampling": {"max_lag": 1},
-    },
-}
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model, data and an environment."""
-    folder = tmp_path_factory.mktemp("conversations")
+@pytest.fixture(autouse=True)
+def in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a model, data and an environment into the current folder."""
     special = ["<|end|>", "<|user|>", "<|assistant|>"]
     tokenizer = character_tokenizer(TEMPLATE, "abcdefghijklmnopq1 ", special, "<|end|>")
     model = random_model()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
     rows = [{"question": f"{first} {second}", "answer": "a"} for first in "cdefg" for second in "cdefg"]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "echo_environment.py").write_text(CODE)
-    return folder
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "echo_environment.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture(autouse=True)
-def in_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
-
-
-def config_of(name: str) -> RunConfig:
-    common = {
-        "steps": 4,
-        "model": {"path": "./model"},
-        "task": {
-            "name": "data", "train": "data.jsonl", "environment": "echo_environment:Echo", "max_turns": 3,
-            "heldout_fraction": 0.2,
-        },
-        "sampling": {"prompts": 4, "samples": 4, "max_prompt_tokens": 32, "max_tokens": 60},
-        "optim": {"updates": 2, "lr": 1e-3, "warmup_steps": 0},
-        "evaluation": {"every": 2, "problems": 4, "samples": 2, "k": [2]},
-        "checkpoint": {"every": 2},
-        "tracking": {"mlflow": False, "tokens_every": 2},
-        "grading": {"workers": 1},
-    }  # fmt: skip
-    return resolve([common, VARIANTS[name]])
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [without_clock(line) for line in RunFolder(folder).read_metrics()]
+SETTINGS: dict[str, Any] = {
+    "steps": 4,
+    "model": {"path": "./model", "lora": {"rank": 4}},
+    "task": {
+        "name": "data", "train": "data.jsonl", "environment": "echo_environment:Echo", "max_turns": 3,
+        "heldout_fraction": 0.2,
+    },
+    "sampling": {"prompts": 4, "samples": 4, "max_prompt_tokens": 32, "max_tokens": 60, "max_lag": 1},
+    "optim": {"updates": 2, "lr": 1e-3, "warmup_steps": 0, "micro_batch_tokens": 40},
+    "evaluation": {"every": 2, "problems": 4, "samples": 2, "k": [2]},
+    "checkpoint": {"every": 2},
+    "tracking": {"mlflow": False, "tokens_every": 2},
+    "grading": {"workers": 1},
+}  # fmt: skip
 
 
 def completions_of(folder: Path) -> list[dict[str, Any]]:
@@ -93,10 +72,9 @@ def completions_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_resumed_run_is_the_same(tmp_path, name):
-    whole = train(config_of(name), tmp_path, "whole")
-    lines = lines_of(whole.folder)
+def test_a_resumed_run_is_the_same(tmp_path):
+    whole = train(resolve([SETTINGS]), tmp_path, "whole")
+    lines = record(RunFolder(whole.folder))
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     for line in lines[1:]:
         assert 1 < line["conversation/turns"] < 3
@@ -105,9 +83,9 @@ def test_a_resumed_run_is_the_same(tmp_path, name):
         assert 0 < line["train/truncated_fraction"] < 1
         assert line["optim/grad_norm"] > 0.01
     steps = count()
-    stopped = train(config_of(name), tmp_path, "parts", stop_requested=lambda: next(steps) == 3)
+    stopped = train(resolve([SETTINGS]), tmp_path, "parts", stop_requested=lambda: next(steps) == 3)
     assert stopped.status == "KILLED"
     again = resume("parts", runs_dir=tmp_path)
     assert again.status == "FINISHED"
-    assert lines_of(again.folder) == lines
+    assert record(RunFolder(again.folder)) == lines
     assert completions_of(again.folder) == completions_of(whole.folder)

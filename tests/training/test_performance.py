@@ -18,7 +18,6 @@ from bandpo_cli.training.performance import (
     PEAK_FLOPS,
     PackedWork,
     StepTimer,
-    add_to_totals,
     peak_flops,
     sampling_rows,
 )
@@ -43,11 +42,6 @@ def test_the_metrics_of_a_step_follow_from_its_record(recorded):
     assert not [key for key in recorded.line(0) if key.startswith("perf/")]
 
 
-@pytest.fixture(scope="module")
-def policy() -> Any:
-    return load_policy(ModelConfig())
-
-
 @pytest.mark.parametrize(
     ("rows", "positions", "padding"),
     [
@@ -57,42 +51,42 @@ def policy() -> Any:
         ([Row([1] * 300, [[2] * 200, [3] * 150])], 2 * 500, 50),
     ],
 )
-def test_padding_counts_the_positions_beyond_each_sequence(policy, rows, positions, padding):
-    with PackedWork(policy.model).counted() as work, torch.no_grad():
-        token_logprobs(policy.model, collate(rows, policy.device))
+def test_padding_counts_the_positions_beyond_each_sequence(embedded, rows, positions, padding):
+    with PackedWork(embedded.model).counted() as work, torch.no_grad():
+        token_logprobs(embedded.model, collate(rows, embedded.device))
     assert (work.positions, work.padding) == (positions, padding)
 
 
-def test_model_flops_are_those_of_the_matrix_products(policy):
+def test_model_flops_are_those_of_the_matrix_products(embedded):
     """Independent: torch counts the products that it dispatches, apart from those within the attention kernel."""
-    batch = collate([Row([1] * 40, [[2] * 8])], policy.device)
+    batch = collate([Row([1] * 40, [[2] * 8])], embedded.device)
     with (
-        PackedWork(policy.model).counted() as work,
+        PackedWork(embedded.model).counted() as work,
         FlopCounterMode(display=False) as counter,
         torch.no_grad(),
     ):
-        token_logprobs(policy.model, batch)
-    config = policy.model.config
+        token_logprobs(embedded.model, batch)
+    config = embedded.model.config
     per_pair = 4 * config.num_hidden_layers * config.hidden_size
     # torch 2.15 counts the kernel too, as complete squares; some versions of transformers have one more small product.
     counts = counter.get_flop_counts()["Global"].items()
     products = sum(flops for operator, flops in counts if "attention" not in str(operator))
     assert work.flops == pytest.approx(products + per_pair * (48 * 49 // 2), rel=1e-4)
-    with PackedWork(policy.model).counted() as trained:
-        token_logprobs(policy.model, batch)
+    with PackedWork(embedded.model).counted() as trained:
+        token_logprobs(embedded.model, batch)
     assert trained.flops == 3 * work.flops
 
 
-def test_completions_of_a_row_do_not_attend_to_each_other(policy):
+def test_completions_of_a_row_do_not_attend_to_each_other(embedded):
     """The FLOPs of a shared row are those of its two rows, without the second pass over the prompt."""
     flops = []
     for row in (ROWS[0], *(Row(ROWS[0].prompt_ids, [completion]) for completion in ROWS[0].completions)):
-        with PackedWork(policy.model).counted() as work, torch.no_grad():
-            token_logprobs(policy.model, collate([row], policy.device))
+        with PackedWork(embedded.model).counted() as work, torch.no_grad():
+            token_logprobs(embedded.model, collate([row], embedded.device))
         flops.append(work.flops)
-    with PackedWork(policy.model).counted() as prompt, torch.no_grad():
-        token_logprobs(policy.model, collate([Row([1] * 29, [[1]])], policy.device))
-    head = 2 * policy.model.get_output_embeddings().weight.numel()
+    with PackedWork(embedded.model).counted() as prompt, torch.no_grad():
+        token_logprobs(embedded.model, collate([Row([1] * 29, [[1]])], embedded.device))
+    head = 2 * embedded.model.get_output_embeddings().weight.numel()
     assert flops[1] + flops[2] - flops[0] == prompt.flops - head
 
 
@@ -117,7 +111,7 @@ def test_the_flops_of_frozen_weights_have_no_gradient():
     assert with_gradient == work.flops + backward
 
 
-def test_utilisation_and_peak_memory_of_a_card(policy, monkeypatch):
+def test_utilisation_and_peak_memory_of_a_card(embedded, monkeypatch):
     """The card is a stand-in: 1e12 FLOP in 2 seconds on a card of 10e12 FLOP/s are 5 percent."""
     resets: list[Any] = []
     peaks = iter([2 * 2**30, 7 * 2**30])
@@ -125,7 +119,7 @@ def test_utilisation_and_peak_memory_of_a_card(policy, monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
     timer = StepTimer(lambda phase: None)
     timer._seconds = {"time/sample": 1.0, "time/logprobs": 0.5, "time/update": 1.5, "time/eval": 9.0}
-    with PackedWork(policy.model).counted() as work:
+    with PackedWork(embedded.model).counted() as work:
         work._device, work.peak, work.flops = torch.device("cuda"), 10e12, 1e12
         work.note_memory()
         metrics = work.metrics(
@@ -167,7 +161,7 @@ def test_a_mixture_of_experts_has_no_utilisation(monkeypatch):
     assert PackedWork(policy.model).peak is None
 
 
-def test_the_totals_are_the_sums_over_the_steps(recorded, policy):
+def test_the_totals_are_the_sums_over_the_steps(recorded):
     """The tokens of the samples, and of FLOPs the passes of sampling at least; a step is a forward pass more than 3."""
     tokens, work = 0, PackedWork(recorded.components.policy.model)
     flops = 0.0
@@ -204,15 +198,7 @@ def test_a_prompt_and_the_turns_before_are_computed_once_or_each_time(prompt_onc
     assert [*sampling_rows([Group(problem, tuple(rollouts))], prompt_once)] == rows
 
 
-def test_totals_add_up():
-    totals: dict[str, float] = dict.fromkeys(TOTALS, 7)
-    first = add_to_totals(totals, {"compute/flops": 2.0})
-    assert first == {**dict.fromkeys(TOTALS, 7), "compute/flops": 9.0}
-    add_to_totals(totals, {"compute/flops": 1.0})
-    assert (first["compute/flops"], totals["compute/flops"]) == (9.0, 10.0), "an earlier copy stays"
-
-
-def test_of_a_mixture_of_experts_the_active_weights_count(policy):
+def test_of_a_mixture_of_experts_the_active_weights_count():
     """2 of 8 experts of 5 × 6 weights, and a router of 8 × 6."""
 
     class Layers(torch.nn.Module):

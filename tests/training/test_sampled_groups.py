@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.run import ModelConfig
-from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.models.load import Policy
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.sampling.rollouts import decode_completions
 from bandpo_cli.storage.checkpoints import ROLLOUTS, Progress
@@ -28,11 +27,6 @@ from tests.training.trained import State, fresh, update
 
 PROBLEMS = [Problem(f"p{n}", f"{n} {n}={2 * n}:", str(n), "t", "g", {"n": n}) for n in range(5)]
 VERSION = 6
-
-
-@pytest.fixture(scope="module")
-def policy() -> Policy:
-    return load_policy(ModelConfig())
 
 
 def batch_of(
@@ -82,7 +76,7 @@ def completions(draw: st.DrawFn) -> list[list[Completion]]:
 
 
 @given(completions(), st.data())
-def test_batches_are_read_as_they_were_written(tmp_path_factory, policy, drawn, data):
+def test_batches_are_read_as_they_were_written(tmp_path_factory, embedded, drawn, data):
     count = 2 * len(drawn)
     rewards = data.draw(st.lists(st.sampled_from([-1.0, 0.1, 1 / 3]), min_size=count, max_size=count))
     grades = [
@@ -96,11 +90,11 @@ def test_batches_are_read_as_they_were_written(tmp_path_factory, policy, drawn, 
         for place, reward in enumerate(rewards)
     ]
     position = data.draw(st.integers(0, 12))
-    batch = batch_of(policy, drawn, grades, position, wanted=data.draw(st.integers(1, len(drawn))))
+    batch = batch_of(embedded, drawn, grades, position, wanted=data.draw(st.integers(1, len(drawn))))
     path = tmp_path_factory.mktemp("sampled") / "rollouts.safetensors"
-    write_sampled(path, [batch, one_batch(policy, 10)])
-    found, other = read(path, policy)
-    assert (found, other) == (replace(batch, seconds=0.0), replace(one_batch(policy, 10), seconds=0.0))
+    write_sampled(path, [batch, one_batch(embedded, 10)])
+    found, other = read(path, embedded)
+    assert (found, other) == (replace(batch, seconds=0.0), replace(one_batch(embedded, 10), seconds=0.0))
     assert [item.logprobs for item in found.completions] == [item.logprobs for item in batch.completions]
     assert all(
         struct.pack("d", one) == struct.pack("d", other)
@@ -109,16 +103,16 @@ def test_batches_are_read_as_they_were_written(tmp_path_factory, policy, drawn, 
     ), "also the sign of 0"
 
 
-def test_log_probs_of_engines_take_four_bytes(policy, tmp_path):
+def test_log_probs_of_engines_take_four_bytes(embedded, tmp_path):
     """Engines report float32. A batch of 2 × 500 tokens takes about what its estimate says."""
     value = struct.unpack("f", struct.pack("f", -1 / 3))[0]
     group = [Completion((3,) * 500, (value,) * 500, "length", VERSION)] * 2
-    batch = batch_of(policy, [group], [Grade(1.0, True, "correct")] * 2, 0, wanted=1)
+    batch = batch_of(embedded, [group], [Grade(1.0, True, "correct")] * 2, 0, wanted=1)
     write_sampled(tmp_path / "a", [batch])
     progress = Progress(4, 8, 0, 12, "")
     estimate = TrainedState({}, {}, progress, [batch]).nbytes
     assert 8 * 1000 < (tmp_path / "a").stat().st_size < estimate == 2 * (12 * 500 + 128)
-    assert math.isclose(read(tmp_path / "a", policy)[0].completions[0].logprobs[0], -1 / 3, rel_tol=1e-7)
+    assert math.isclose(read(tmp_path / "a", embedded)[0].completions[0].logprobs[0], -1 / 3, rel_tol=1e-7)
 
 
 def one_batch(policy: Policy, step: int) -> SampledGroups:
@@ -126,21 +120,21 @@ def one_batch(policy: Policy, step: int) -> SampledGroups:
     return replace(batch_of(policy, [group], [Grade(1.0, True, "correct")] * 2, 0, wanted=1), step=step)
 
 
-def test_a_thread_writes_the_batch_of_its_step(policy, tmp_path, monkeypatch):
+def test_a_thread_writes_the_batch_of_its_step(embedded, tmp_path, monkeypatch):
     """Training has taken the batch and sampled another one before the thread gets to it."""
     taken, run = threading.Event(), RunFolder.create(tmp_path, "a")
     monkeypatch.setattr(RunFolder, "sync_metrics", lambda _: taken.wait(60))  # the first that the thread does
-    trained = fresh(policy, torch.float32)
+    trained = fresh(embedded, torch.float32)
     update(trained, 1)
-    state = State(*trained, deque([one_batch(policy, 5)]))
+    state = State(*trained, deque([one_batch(embedded, 5)]))
     with CheckpointWriter(resolve([{"checkpoint": {"every": 1}}]), state, run) as writer:
         writer.prepare(4)
         run.append_metrics({"step": 4})
         writer.commit()
         state.ahead.popleft()
-        state.ahead.append(one_batch(policy, 6))
+        state.ahead.append(one_batch(embedded, 6))
         taken.set()
-    assert read(run.checkpoint_dir(4) / ROLLOUTS, policy) == [replace(one_batch(policy, 5), seconds=0.0)]
+    assert read(run.checkpoint_dir(4) / ROLLOUTS, embedded) == [replace(one_batch(embedded, 5), seconds=0.0)]
 
 
 def group(name: str, *rewards: float) -> Group:

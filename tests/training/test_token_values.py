@@ -3,8 +3,6 @@
 tests/oracle compares the values themselves.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from tokenizers import Tokenizer
@@ -21,7 +19,7 @@ from bandpo_cli.storage.tables import TokenValues
 from bandpo_cli.training.metrics import clip_metrics, is_recorded, token_texts, token_values
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.update import update_policy
-from tests.training.small_updates import CONFIG, band_loss, experience_of, graded_groups, policy_of
+from tests.training.small_updates import CONFIG, band_loss, changed, experience_of, graded_groups, policy_of
 
 
 def split(values: TokenValues, name: str) -> list[np.ndarray]:
@@ -41,11 +39,8 @@ def test_values_follow_the_order_of_the_samples_and_dropped_groups_have_none():
     experiences = [experience_of(policy, pair, advantages, band_loss()) for pair in ([c, a], [d, b])]
     places = [len(rollout.completion.token_ids) - 1 for rollout in a.rollouts_G]
     assert min(places) > 0
-    conversations = [
-        replace(rollout, completion=replace(rollout.completion, inserted=((0, (3, 4)), (place, (5,)))))
-        for rollout, place in zip(a.rollouts_G, places, strict=True)
-    ]
-    dropped = replace(a, rollouts_G=tuple(conversations))
+    inserted = iter([((0, (3, 4)), (place, (5,))) for place in places])
+    (dropped,) = changed([a], lambda _: {"inserted": next(inserted)})
     updates = update_policy(policy, Optimizer(policy.model, CONFIG.optim, 2), experiences, CONFIG)
     values = token_values([a, b, dropped, c, d], updates, tokenizer)
     ratios = split(values, "ratio")

@@ -17,11 +17,11 @@ from bandpo_cli.types import Completion, Group
 from tests.training.small_updates import (
     CONFIG,
     band_loss,
+    changed,
     config_of,
     experience_of,
     graded_groups,
     policy_of,
-    shifted_groups,
     weights_of,
 )
 
@@ -31,7 +31,7 @@ def test_a_batch_without_an_advantage_or_with_masked_completions_alone_changes_n
     """Of masked completions neither penalty nor bonus counts, which need no advantage."""
     terms = {"mask_truncated": True, "reference_kl": 0.5, "entropy_bonus": 0.1} if masks else {}
     policy, config = policy_of(), config_of(objective=terms)
-    groups = with_end(graded_groups(policy), "length" if masks else "stop")
+    groups = changed(graded_groups(policy), lambda _: {"finish_reason": "length" if masks else "stop"})
     advantages = torch.linspace(-1, 2, 16).reshape(4, 4) if masks else group_advantages(torch.ones(4, 4))
     loss = policy_loss(config.bounds, config.objective)
     experience = experience_of(policy, groups, advantages, loss, config, reference=policy_of(seed=1))
@@ -41,26 +41,14 @@ def test_a_batch_without_an_advantage_or_with_masked_completions_alone_changes_n
     assert update_metrics(updates)["optim/grad_norm"] == 0.0
 
 
-def with_end(groups: list[Group], reason: str) -> list[Group]:
-    """Return the groups with another reason for the end of their completions."""
-    return [
-        replace(
-            group,
-            rollouts_G=tuple(
-                replace(rollout, completion=replace(rollout.completion, finish_reason=reason))
-                for rollout in group.rollouts_G
-            ),
-        )
-        for group in groups
-    ]
-
-
 @pytest.mark.parametrize(("method", "rule"), [("clip", "token-mask"), ("gmpo", "sequence-mask-any")])
 def test_an_update_without_any_kept_token_has_no_gradient(method, rule):
     """Every token's weight is e, beyond the cap."""
     config = config_of(objective={"importance": rule, "importance_cap": 2.0}, bounds={"method": method})
     policy = policy_of()
-    groups = shifted_groups(graded_groups(policy), by=-1.0)
+    groups = changed(
+        graded_groups(policy), lambda item: {"logprobs": tuple(value - 1 for value in item.logprobs)}
+    )
     rewards = torch.tensor([[rollout.grade.reward for rollout in group.rollouts_G] for group in groups])
     loss = policy_loss(config.bounds, config.objective)
     experience = experience_of(policy, groups, group_advantages(rewards), loss, config, exact=False)
