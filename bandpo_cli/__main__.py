@@ -161,7 +161,7 @@ def _usage_message(error: typer.TyperException) -> str:
     """Return the message about a wrong command line, with the flag or the setting that an unknown option may mean."""
     from bandpo_cli.config.layers import settings_named
     from bandpo_cli.methods import METHODS, method_name
-    from bandpo_cli.settings_validation import option_for, setting_for
+    from bandpo_cli.settings_validation import meaning_of
 
     message, context = error.format_message(), getattr(error, "ctx", None)
     message = re.sub("Input should be a valid integer.*", "expected an integer", message)
@@ -171,11 +171,11 @@ def _usage_message(error: typer.TyperException) -> str:
     if (name := re.match(r"No such command '([\w-]+)'", message)) and method_name(name[1].lower()) in METHODS:
         message, advice = name[0], f"bandpo train --method {name[1].lower()}"
     if "--set" in known and option:
-        setting = setting_for(option)
+        setting, typed = meaning_of(option)
         flags = [flag.name for flag in SETTINGS if flag.setting == setting and flag.name in known]
         forms = ["--set {}=VALUE", *(["--axis {}=VALUE,VALUE"] if "--axis" in known else [])]
         advice = (
-            option_for(option)
+            typed
             or " or ".join(f"{flag} VALUE" for flag in flags)
             or " or ".join(form.format(key) for key in settings_named(option) for form in forms)
         )
@@ -183,8 +183,8 @@ def _usage_message(error: typer.TyperException) -> str:
             message = message.partition(" (")[0]
     elif "--set" in known and "unexpected extra argument" in message:
         word = message.partition("(")[2].partition("=")[0].rstrip(") ")
-        setting = setting_for(word)
-        advice = f"--set {setting}=VALUE" if setting else option_for(word) or "KEY=VALUE after --set"
+        setting, typed = meaning_of(word)
+        advice = f"--set {setting}=VALUE" if setting else typed or "KEY=VALUE after --set"
     uses = f"; use {advice}" if advice else ""
     return f"{message}{uses} (see {context.command_path if context else PROGRAM} --help)"
 

@@ -28,24 +28,15 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A training run at its start, as callbacks receive it.
-
-    Attributes:
-        config: all settings, nested, with JSON values.
-        env: the contents of env.json.
-        steps: number of training steps of the complete run.
-        first_step: the first step that this call trains; 0 for a new run.
-        notes: remarks of the loaded components, one line each.
-        parent: id of the MLflow run that this run is shown under.
-    """
+    """A training run at its start, as callbacks receive it."""
 
     folder: Path
-    config: Mapping[str, Any]
-    env: Mapping[str, Any]
-    steps: int
-    first_step: int
-    notes: tuple[str, ...]
-    parent: str | None
+    config: Mapping[str, Any]  # all settings, nested, with JSON values
+    env: Mapping[str, Any]  # the contents of env.json
+    steps: int  # number of training steps of the complete run
+    first_step: int  # the first step that this call trains; 0 for a new run
+    notes: tuple[str, ...]  # remarks of the loaded components, one line each
+    parent: str | None  # id of the MLflow run that this run is shown under
 
 
 @dataclass(frozen=True)

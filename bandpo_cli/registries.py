@@ -133,23 +133,17 @@ ADVANTAGES = Registry("advantage estimator", [
 class EngineEntry(Entry):
     """A sampling engine (`sampling.engine`).
 
-    Attributes:
-        build: a function from `SamplingConfig` and the policy to a `Sampler`. An engine with weights of its own also
-            takes an `EngineModel` in place of the policy, and has the method `load`.
-        shares_weights: the engine runs the trainer's own model and needs no memory for a second copy.
-        package, install: the optional package that the engine needs, and how to install it; None for none.
-        runs_experts: the engine runs mixtures of experts.
-        preferred_on_gpu: `auto` takes this engine where its package is installed and the policy is on a GPU.
-        temperatures: at which it samples, besides 0. Below them vLLM silently uses 0.01, above them it raises.
+    `build` is a function from `SamplingConfig` and the policy to a `Sampler`. An engine with weights of its own also
+    takes an `EngineModel` in place of the policy, and has the method `load`.
     """
 
     build: str
-    shares_weights: bool = False
-    package: str | None = None
-    install: str = ""
-    runs_experts: bool = True
-    preferred_on_gpu: bool = False
-    temperatures: tuple[float, float] = (0.0, math.inf)
+    shares_weights: bool = False  # it runs the trainer's own model and needs no memory for a second copy
+    package: str | None = None  # the optional package that it needs
+    install: str = ""  # how to install the package
+    runs_experts: bool = True  # it runs mixtures of experts
+    preferred_on_gpu: bool = False  # `auto` takes it where its package is installed and the policy is on a GPU
+    temperatures: tuple[float, float] = (0.0, math.inf)  # besides 0; below vLLM silently uses 0.01, above it raises
 
 
 AUTO_ENGINE = "auto"
@@ -166,23 +160,14 @@ ENGINES = Registry("sampling engine", [
 
 @dataclass(frozen=True)
 class GraderEntry(Entry):
-    """A grader.
+    """A grader. `vote` is a function from a text to its answer in a canonical form for majority votes, or None."""
 
-    Attributes:
-        first_stage: a function from a problem and a text to a grade, or to the arguments of `worker`.
-        worker: the function that a worker process runs in unbounded time; None where `first_stage` always decides.
-        vote: a function from a text to its answer in a canonical form for majority votes; None for a text without one.
-        templates: the values of `task.template` that ask for a form which the grader reads; empty for all.
-        is_control: its rewards say little of what is correct; only training has them, which evaluations leave out.
-        compares: it compares with the reference answer of the problem.
-    """
-
-    first_stage: str
-    worker: str | None = None
+    first_stage: str  # a function from a problem and a text to a grade, or to the arguments of `worker`
+    worker: str | None = None  # runs in a worker process in unbounded time; None where `first_stage` always decides
     vote: str = "bandpo_cli.grading.answers:vote_expression"
-    templates: tuple[str, ...] = ()
-    is_control: bool = False
-    compares: bool = True
+    templates: tuple[str, ...] = ()  # values of `task.template` that ask for a form which it reads; empty for all
+    is_control: bool = False  # its rewards say little of what is correct, and evaluations leave them out
+    compares: bool = True  # with the reference answer of the problem
 
 
 @dataclass(frozen=True)
@@ -265,22 +250,18 @@ TRACKERS = Registry("tracker", [
 class Dataset(Entry):
     """A data set known by name.
 
-    Attributes:
-        hub_id: its id on the Hugging Face hub, or a local folder in the layout of the hub.
-        question, answer, level: the fields with the question, the reference answer or worked solution, the difficulty.
-        subset, train_split, eval_split: its configuration and its splits; None for the only one, and for no split.
-        evaluation: the data sets that a run trained on this one is evaluated on by default, and that stand for a set
-            without an evaluation split in `eval --task`.
+    `evaluation` are the data sets that a run trained on this one is evaluated on by default, and that stand for a set
+    without an evaluation split in `eval --task`.
     """
 
-    hub_id: str
-    question: str
-    answer: str
-    subset: str | None = None
+    hub_id: str  # on the Hugging Face hub, or a local folder in the layout of the hub
+    question: str  # the field with the question
+    answer: str  # the field with the reference answer or a worked solution
+    subset: str | None = None  # the configuration; None for the only one
     train_split: str | None = None
     eval_split: str | None = None
     evaluation: tuple[str, ...] = ()
-    level: str | None = None
+    level: str | None = None  # the field with the difficulty
     grader: str = "math"
 
     def split(self, part: Literal["train", "heldout"]) -> str | None:
@@ -329,23 +310,18 @@ TEMPLATES = {
 class TaskEntry(Entry):
     """A kind of task (`task.name`).
 
-    Attributes:
-        settings, build: a subclass of `config.task.TaskSettings`, and a function from it to a `tasks.task.Task`.
-        defaults, bundled_defaults: settings by section that replace the general defaults, and with the bundled model.
-        bundled_model: the model of the package that was made for this task, its default; None for none.
-        members: a function that returns a description of each member of the task, by name; `--task TASK:MEMBER`, the
-            setting `names`, selects members. None for a task that is one set of problems.
-        package, install: the optional package that the task needs, and how to install it.
+    `members` is a function that returns a description of each member of the task, by name; `--task TASK:MEMBER`, the
+    setting `names`, selects members. None for a task that is one set of problems.
     """
 
-    settings: str
-    build: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    bundled_model: str | None = None
-    bundled_defaults: Mapping[str, Any] = field(default_factory=dict)
+    settings: str  # a subclass of `config.task.TaskSettings`
+    build: str  # a function from the settings to a `tasks.task.Task`
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # by section, in place of the general defaults
+    bundled_model: str | None = None  # the model of the package that was made for this task, its default
+    bundled_defaults: Mapping[str, Any] = field(default_factory=dict)  # by section, with the bundled model
     members: str | None = None
-    package: str | None = None
-    install: str = ""
+    package: str | None = None  # the optional package that it needs
+    install: str = ""  # how to install the package
 
 LANGUAGE_MODEL_DEFAULTS: dict[str, Any] = {
     "model": {"gradient_checkpointing": "auto"},

@@ -6,15 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import PydanticCustomError
 
@@ -65,16 +57,11 @@ class TaggedSection(Section):
     """Base class of settings whose class is chosen by the value of one key, from a table that may grow at run time.
 
     A direct subclass is the type of the field in `RunConfig`; its subclasses are the entries of the table.
-
-    Attributes:
-        tag: the name of the key.
-        default: its value in a section without it.
-        custom: the key in `classes` for all values of the form `module:name`; "" where there are none.
     """
 
-    tag: ClassVar[str]
-    default: ClassVar[str]
-    custom: ClassVar[str] = ""
+    tag: ClassVar[str]  # the name of the key
+    default: ClassVar[str]  # its value in a section without it
+    custom: ClassVar[str] = ""  # the key in `classes` for all values of the form `module:name`; "" for none
 
     @classmethod
     def classes(cls) -> Mapping[str, type[Self]]:
@@ -116,7 +103,7 @@ def _check_count_or_auto(value: Any) -> Any:
     return value
 
 
-CountOrAuto = Annotated[Literal["auto"] | PositiveInt, BeforeValidator(_check_count_or_auto)]
+CountOrAuto = Annotated[Literal["auto"] | Annotated[int, Field(gt=0)], BeforeValidator(_check_count_or_auto)]
 """A whole number above 0 or `auto`, with one error for both."""
 
 
@@ -138,11 +125,11 @@ def check_keys(
     for key in unknown:
         having = [peer for peer, settings in peers.items() if key in settings.model_fields]
         name, value = str(key), values[key]
-        while isinstance(value, dict) and value and not (setting_for(name) or option_for(name)):
+        while isinstance(value, dict) and value and not any(meaning_of(name)):
             inner, value = next(iter(value.items()))
             name += f".{inner}"
         is_setting = issubclass(cls, Section) and not having
-        meant, option = (setting_for(name), option_for(name)) if is_setting else (None, None)
+        meant, option = meaning_of(name) if is_setting else (None, None)
         near = f" (did you mean '{meant}'?)" if meant else nearest(str(key), known)
         near = f" (use {option})" if option else near
         near = "; indent it below its section" if meant == key else near
@@ -236,20 +223,11 @@ def _names_elsewhere() -> dict[str, dict[str, Any]]:
     return rows
 
 
-def _row_for(name: str, field: str) -> Any:
-    """Return a field of the row of a flag or key of another trainer, or of the last part of its name."""
-    word, rows = name.lstrip("-+~").replace("-", "_").lower(), _names_elsewhere()
-    return rows.get(word, {}).get(field) or rows.get(word.rpartition(".")[2], {}).get(field)
-
-
-def setting_for(name: str) -> str | None:
-    """Return the setting that a flag or key of another trainer stands for; None where there is none.
+def meaning_of(name: str) -> tuple[str | None, str | None]:
+    """Return the setting that a flag or key of another trainer stands for, or what to type for one that is no setting.
 
     `--learning-rate`, `learning_rate` and `actor.learning_rate` are the same name.
     """
-    return _row_for(name, "to")  # type: ignore[no-any-return]
-
-
-def option_for(name: str) -> str | None:
-    """Return what to type for a flag or key of another trainer that is not a single setting; None for any other."""
-    return _row_for(name, "option")  # type: ignore[no-any-return]
+    word, rows = name.lstrip("-+~").replace("-", "_").lower(), _names_elsewhere()
+    row = rows.get(word.rpartition(".")[2], {}) | rows.get(word, {})
+    return row.get("to"), row.get("option")

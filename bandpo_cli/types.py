@@ -33,25 +33,17 @@ Prompt = str | tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """One question with the data of its grader.
+    """One question with the data of its grader."""
 
-    Attributes:
-        id: stable across runs and machines; it also decides whether the problem is held out.
-        prompt: the input of the model.
-        answer: the reference that the grader reads (a target number, a LaTeX answer, ...).
-        source: the task or data set of the problem.
-        grader: the grader of its answers: a name in `registries.GRADERS` or the path of a custom function.
-        extra: further data for the grader; JSON-like values, since graders may run in another process.
-        question: the question without the template of the task; "" if the prompt has no template.
-    """
-
-    id: str
-    prompt: Prompt
-    answer: str
-    source: str
-    grader: str
-    extra: Mapping[str, object] = field(default_factory=dict)
-    question: str = field(default="", compare=False)
+    id: str  # stable across runs and machines; it also decides whether the problem is held out
+    prompt: Prompt  # the input of the model
+    answer: str  # the reference that the grader reads (a target number, a LaTeX answer, ...)
+    source: str  # the task or data set of the problem
+    grader: str  # of its answers: a name in `registries.GRADERS` or the path of a custom function
+    extra: Mapping[str, object] = field(default_factory=dict)  # JSON-like: graders may run in another process
+    question: str = field(
+        default="", compare=False
+    )  # without the template of the task; "" without a template
 
     @property
     def label(self) -> str:
@@ -87,27 +79,16 @@ COIN, ANSWER_GRADER = "coin", "answer_grader"
 
 @dataclass(frozen=True)
 class Conversation:
-    """The turns of a completion in which tools or an environment have answered.
+    """The turns of a completion in which tools or an environment have answered."""
 
-    Attributes:
-        messages: those after the prompt, as the chat template takes them: `role`, `content`, perhaps `tool_calls`.
-        turns: number of turns of the assistant.
-        calls: number of tool calls, or of messages that an environment has answered.
-        failed_calls: those of them with an error in place of a result.
-        reward: of the environment; where it has failed, the error; None without an environment.
-        malformed_calls: calls that cannot be read, or that exceed a limit of `sampling.conversations`.
-        timed_out_calls: calls without a result within `grading.deadline`.
-        truncated_results: inserted messages that were longer than `task.max_result_chars`.
-    """
-
-    messages: tuple[Mapping[str, object], ...]
-    turns: int
-    calls: int
-    failed_calls: int
-    reward: float | str | None = None
-    malformed_calls: int = 0
-    timed_out_calls: int = 0
-    truncated_results: int = 0
+    messages: tuple[Mapping[str, object], ...]  # after the prompt: `role`, `content`, perhaps `tool_calls`
+    turns: int  # number of turns of the assistant
+    calls: int  # number of tool calls, or of messages that an environment has answered
+    failed_calls: int  # those of them with an error in place of a result
+    reward: float | str | None = None  # of the environment; where it has failed, the error
+    malformed_calls: int = 0  # calls that cannot be read, or that exceed a limit of `sampling.conversations`
+    timed_out_calls: int = 0  # calls without a result within `grading.deadline`
+    truncated_results: int = 0  # inserted messages that were longer than `task.max_result_chars`
 
 
 @dataclass(frozen=True)
@@ -115,26 +96,19 @@ class Completion:
     """One sampled answer, as tokens. In a conversation it has the tokens of all turns of the assistant.
 
     Values per token are arrays: 4 bytes per token, without a Python object for each. Other sequences are converted.
-
-    Attributes:
-        token_ids: the sampled tokens, the end-of-sequence token included when it was sampled.
-        logprobs: log π(token) in nats under the *sampling* distribution (temperature applied), one per token.
-        finish_reason: the reason why sampling ended.
-        policy_version: the number of optimizer steps of the weights that sampled it.
-        entropies: entropy in nats at temperature 1 of the distribution that each token was sampled from; empty where
-            the engine does not report it.
-        inserted: the tokens between the turns of a conversation (tool results, messages of an environment), which are
-            context: they have no log-prob and are not trained. In order of their positions.
-        conversation: the turns; None for a single one.
+    `inserted` are the tokens between the turns of a conversation (tool results, messages of an environment), which are
+    context: they have no log-prob and are not trained. In order of their positions.
     """
 
-    token_ids: array[int]
-    logprobs: array[float]
+    token_ids: array[int]  # the end-of-sequence token included when it was sampled
+    logprobs: array[float]  # log π(token) in nats under the *sampling* distribution (temperature applied)
     finish_reason: FinishReason
-    policy_version: int
-    entropies: array[float] = field(default_factory=lambda: array(FLOAT_TYPE))
+    policy_version: int  # the number of optimizer steps of the weights that sampled it
+    entropies: array[float] = field(
+        default_factory=lambda: array(FLOAT_TYPE)
+    )  # nats at temperature 1, or empty
     inserted: tuple[Insertion, ...] = ()
-    conversation: Conversation | None = None
+    conversation: Conversation | None = None  # the turns; None for a single one
 
     def __post_init__(self) -> None:
         """Convert sequences to arrays."""
@@ -160,24 +134,19 @@ class Completion:
 class Grade:
     """The grade of one completion.
 
-    Attributes:
-        reward: the value that advantages are computed from. A grader returns 1 for a correct answer, 0 for a wrong one,
-            or a value between for partial credit; the `reward` settings map it to the reward of training.
-        correct: counted by accuracy.
-        verdict: one short word for the record: `correct`, `wrong`, `malformed`, ...; `timeout`, `grader-error` and
-            `not-applicable` mean that the answer was not graded, and are counted separately.
-        has_reward: False where grading failed, or where every reward function of the completion reports that it does
-            not apply: the advantage is 0 and `reward` is in no mean.
-        components: the unscaled value of each reward of `task.rewards` by name, None where there is none.
-        failed: the grading of one of `task.rewards` failed, so that there is no sum, whatever the verdict is.
+    A grader returns the reward 1 for a correct answer, 0 for a wrong one, or a value between for partial credit; the
+    `reward` settings map it to the reward of training. `has_reward` is False where grading failed, or where every
+    reward function reports that it does not apply: the advantage is 0 and `reward` is in no mean.
     """
 
-    reward: float
-    correct: bool
-    verdict: str
+    reward: float  # the value that advantages are computed from
+    correct: bool  # counted by accuracy
+    verdict: str  # one short word: `correct`, `wrong`, `malformed`, ..., or one of `UNGRADED_VERDICTS`
     has_reward: bool = True
-    components: Mapping[str, float | None] = field(default_factory=dict, hash=False)
-    failed: bool = False
+    components: Mapping[str, float | None] = field(
+        default_factory=dict, hash=False
+    )  # of `task.rewards`, unscaled
+    failed: bool = False  # the grading of one of `task.rewards` failed, so that there is no sum
 
 
 CORRECT = Grade(1.0, correct=True, verdict="correct")

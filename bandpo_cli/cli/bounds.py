@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 import sys
+from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, JustifyMethod
@@ -196,18 +195,15 @@ def _print_matches(method: str, at: str, regions: Sequence[str], style: str) -> 
 
     from bandpo_cli.bounds.intervals import matching_delta
     from bandpo_cli.methods.settings import default_settings
+    from bandpo_cli.reports.intervals_by_probability import as_csv, as_json
 
     if (prob := _number(at, "--at")) == 1.0:
         raise UserError("--at 1: a certain token cannot gain, whatever the radius; allowed: 0 < p < 1")
     upper = float(default_settings(method).ratio_bounds()(np.log([prob])).upper[0])
-    common: dict[str, Any] = {"method": method, "prob": prob, "upper": upper}
-    rows = [{"divergence": name, **common, "delta": matching_delta(name, prob, upper)} for name in regions]
-    if style == "json":
-        print(json.dumps(rows, indent=1))
-    elif style == "csv":
-        writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    match = namedtuple("match", "divergence method prob upper delta")
+    rows = [match(name, method, prob, upper, matching_delta(name, prob, upper)) for name in regions]
+    if style != "table":
+        print({"json": as_json, "csv": as_csv}[style](rows))
     else:
         console = Console(highlight=False)
         console.print(f"{method} at p = {prob:g} has the upper bound {upper:.6g} (p → {prob * upper:.4g})\n")
@@ -217,5 +213,5 @@ def _print_matches(method: str, at: str, regions: Sequence[str], style: str) -> 
             reason = f"none: a Band never passes the simplex, r ≤ {limit}"
         table = make_table("Band", "delta")
         for row in rows:
-            table.add_row(row["divergence"], reason if row["delta"] is None else f"{row['delta']:.9g}")
+            table.add_row(row.divergence, reason if row.delta is None else f"{row.delta:.9g}")
         console.print(table)

@@ -64,21 +64,14 @@ MAX_WARNING_CHARS = 100_000  # of the warnings of a rank that are read: more is 
 
 @dataclass(frozen=True)
 class RankError:
-    """The error that ended a rank, as its file holds it, in one line, with the exit code.
-
-    Attributes:
-        traceback: of an exception that is neither a mistake of the user nor a known failure of a run; '' otherwise.
-        lost_rank: the error is that another rank has ended.
-        time_ns: nanoseconds since 1970.
-        received: the error was raised on another rank, whose number the message has.
-    """
+    """The error that ended a rank, as its file holds it, in one line, with the exit code."""
 
     message: str
     code: int
-    traceback: str = ""
-    lost_rank: bool = False
-    time_ns: int = 0
-    received: bool = False
+    traceback: str = ""  # of an exception that is neither a mistake of the user nor a known failure of a run
+    lost_rank: bool = False  # the error is that another rank has ended
+    time_ns: int = 0  # nanoseconds since 1970
+    received: bool = False  # the error was raised on another rank, whose number the message has
 
 
 class RankWarnings(logging.Handler):

@@ -153,27 +153,20 @@ _PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names}
 
 @dataclass(frozen=True, eq=False)
 class Flag:
-    """A flag of `train`, `sweep` or `eval` that stands for one setting.
-
-    Attributes:
-        kind: the type of the value, or a function from its text to the value that raises ValueError.
-        default: the text of the default in the help.
-        names: the values that a shell completes.
-        sweep: whether `bandpo sweep` compares several values, takes one for all runs, or has no such flag.
-        convert: a function from the value to the setting; None if it is the value itself.
-        more: further arguments of `typer.Option`.
-    """
+    """A flag of `train`, `sweep` or `eval` that stands for one setting."""
 
     name: str
     setting: str
-    kind: Any
+    kind: Any  # the type of the value, or a function from its text to the value that raises ValueError
     help: str
-    default: str | None = None
+    default: str | None = None  # the text in the help
     metavar: str | None = None
-    names: Iterable[str] = ()
-    sweep: Literal["several values", "one value", "no flag"] = "one value"
-    convert: Callable[[Any], Any] | None = None
-    more: dict[str, Any] = field(default_factory=dict)
+    names: Iterable[str] = ()  # the values that a shell completes
+    sweep: Literal["several values", "one value", "no flag"] = "one value"  # what `bandpo sweep` takes
+    convert: Callable[[Any], Any] | None = (
+        None  # from the value to the setting; None if it is the value itself
+    )
+    more: dict[str, Any] = field(default_factory=dict)  # further arguments of `typer.Option`
 
     def option(self, command: str) -> inspect.Parameter:
         """Return the parameter of a command's function from which Typer makes the option."""

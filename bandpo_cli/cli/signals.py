@@ -139,10 +139,7 @@ def exit_on_sigterm(announce: bool = False) -> Iterator[None]:
 
     Later SIGTERM and SIGHUP are ignored, so that the block can end what it has started. Nothing is installed outside
     the main thread, and on a rank other than 0: it may be waiting for another one in native code, where only the
-    system's own handler ends it.
-
-    Args:
-        announce: write the line `stopped` at the first signal. Without it, the block reports what it has ended.
+    system's own handler ends it. Without `announce`, which writes a line, the block reports what it has ended.
     """
     if threading.current_thread() is not threading.main_thread() or not is_main_process():
         yield

@@ -171,9 +171,7 @@ def print_power(
     console.print_line(f"{size}; standard deviations of a difference:", "pilot")
     names = "between seeds", "between problems", "of a problem in a seed", "  of its completions alone"
     spreads = [f"{variance**0.5:.3f}" for variance in components]
-    if (
-        components.completions > components.cell
-    ):  # equal seeds give methods that differ little equal completions
+    if components.completions > components.cell:  # equal seeds give similar methods equal completions
         spreads[-1] += " if both methods sampled independently"
     console.print_rows(zip(names, spreads, strict=True), 27)
     console.print_line(f"seeds that show a difference of {difference:g} with a probability of 80%:")

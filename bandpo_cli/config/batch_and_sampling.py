@@ -409,8 +409,7 @@ def use_expandable_segments(has_process: bool) -> None:
 
     Trainer and engine release and take their memory in turn, which leaves segments that are too small for the next
     large tensor. torch reads the variable at its first allocation on a GPU. vLLM turns the setting off for the memory
-    that its sleep mode releases (since 0.20.1, `use_memory_pool` in its cumem.py). An engine process
-    does not sleep.
+    that its sleep mode releases (since 0.20.1, `use_memory_pool` in its cumem.py). An engine process does not sleep.
     """
     if not has_process and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
         os.environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"

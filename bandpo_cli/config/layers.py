@@ -9,7 +9,6 @@ valid name.
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import reduce
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.paths import nearest_file, path_exists, read_text
 from bandpo_cli.registries import BUNDLED_MODELS, TASKS, task_kind
-from bandpo_cli.settings_validation import Section, TaggedSection, describe_error, setting_for, trainer_keys
+from bandpo_cli.settings_validation import Section, TaggedSection, describe_error, meaning_of, trainer_keys
 
 _TAGGED: Mapping[str, type[TaggedSection]] = {"task": TaskSettings, "bounds": MethodSettings}
 
@@ -58,22 +57,17 @@ def as_layers(settings: Settings) -> list[Layer]:
             known = ", ".join(RunConfig.model_fields)
             raise ConfigError(f"{layer!r:.80}: expected settings as a dictionary, with keys among {known}")
         if not isinstance(layer, FileLayer):
-            sections = {
-                str(k): v.model_dump(mode="json") if isinstance(v, Section) else v for k, v in layer.items()
-            }
-            layer = reduce(
-                _merge_mappings, (nest({key: value}) for key, value in sections.items()), dict[str, Any]()
-            )
+            nested: dict[str, Any] = {}
+            for key, value in layer.items():
+                plain = value.model_dump(mode="json") if isinstance(value, Section) else value
+                nested = _merge_mappings(nested, nest({str(key): plain}))
+            layer = nested
         layers.append(layer)
     return layers
 
 
 def resolve(settings: Settings) -> RunConfig:
-    """Merge layers, earliest first, over the defaults of the task and the model that they name, and validate them.
-
-    Raises:
-        ConfigError: one line that names the key, the value, what is allowed and the nearest valid name.
-    """
+    """Merge layers, earliest first, over the defaults of the task and the model that they name, and validate them."""
     layers = as_layers(settings)
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -277,9 +271,9 @@ def setting_text(value: Any) -> str:
 
 
 def settings_named(option: str) -> list[str]:
-    """Return the settings that an unknown option may mean: that of `setting_for`, else those with the option's name."""
-    if known := setting_for(option):
-        return [known]
+    """Return the settings that an unknown option may mean: that of `meaning_of`, else those with the option's name."""
+    if setting := meaning_of(option)[0]:
+        return [setting]
     end = f".{option.lstrip('-').replace('-', '_')}"
     return [key for key in flatten(RunConfig().model_dump()) if key.endswith(end)]
 

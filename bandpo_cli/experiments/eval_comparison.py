@@ -15,7 +15,7 @@ from bandpo_cli.evaluation.verdicts import MARGIN, Conclusion, check_margin, con
 from bandpo_cli.paths import folders_containing, given_path, user_path
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import RECORD_FILE, RunFolder, find_folder, find_run, is_run_folder
-from bandpo_cli.storage.run_record import EVALUATION_SETTINGS, iterate_forks, read_record
+from bandpo_cli.storage.run_record import changes_evaluations, iterate_forks, read_record
 from bandpo_cli.types import UNGRADED_VERDICTS
 
 MEAN = "mean"
@@ -27,7 +27,6 @@ _COMPARED = ("pass_at_", "maj_at_", "answer_format", "truncation", "response_len
 _ACCURACIES = (MEAN, "pass_at_", "maj_at_")
 """Beginnings of the names of the metrics in units of accuracy: more is better, and the margin applies to them."""
 
-_SETTINGS = ("seed", *EVALUATION_SETTINGS)
 _SOURCES = ("task.name", "task.train", "task.heldout", "task.heldout_fraction", "task.revisions")
 """The settings that only choose the problems, which are compared by their ids."""
 
@@ -45,27 +44,19 @@ class MetricDifference(NamedTuple):
 class Comparison:
     """The comparison of one evaluation set in A and in B.
 
-    Attributes:
-        shared, only_a, only_b: number of problems in both, only in A and only in B.
-        metrics: by name, those that both evaluations have; `reward` first, and only if rewards are not just 0 and 1.
-        wins, losses, ties: problems with a higher, lower and equal share of correct completions in B; with a higher,
-            lower and equal mean reward if rewards are not just 0 and 1.
-        sign_test_p: two-sided p-value of the exact sign test of wins against losses; None where no problem differs.
-        changed_problems: (id, value in A, value in B) of the problems whose share or mean reward differs, largest
-            change first.
-        questions: the beginning of the question of each of these problems, by id.
+    A problem is compared by its share of correct completions, or by its mean reward if rewards are not just 0 and 1.
     """
 
-    shared: int
+    shared: int  # number of problems in both, and those only in A and only in B
     only_a: int
     only_b: int
-    metrics: dict[str, MetricDifference]
-    wins: int
+    metrics: dict[str, MetricDifference]  # `reward` first, and only if rewards are not just 0 and 1
+    wins: int  # problems with a higher value in B, and those with a lower and an equal one
     losses: int
     ties: int
-    sign_test_p: float | None
-    changed_problems: list[tuple[str, float, float]]
-    questions: Mapping[str, str]
+    sign_test_p: float | None  # two-sided, of wins against losses; None where no problem differs
+    changed_problems: list[tuple[str, float, float]]  # id, value in A, value in B; the largest change first
+    questions: Mapping[str, str]  # the beginning of the question of each of these problems, by id
 
     def as_json(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
@@ -99,10 +90,8 @@ class ComparisonResult:
 def compare(a: str, b: str, runs_dir: Path | str = "runs", margin: float = MARGIN) -> ComparisonResult:
     """Compare two evaluations problem by problem: B − A, with paired 95% intervals and verdicts.
 
-    Args:
-        a: an evaluation's name in `runs_dir`, its folder or its eval.json; or RUN or RUN@STEP as evaluated in training.
-        b: another one.
-        margin: margin of equivalence, in units of accuracy.
+    An evaluation is its name in `runs_dir`, its folder or its eval.json; or RUN or RUN@STEP as evaluated in training.
+    `margin` is the margin of equivalence, in units of accuracy.
     """
     check_margin(margin)
     path_a, path_b = (_find_record(str(text), given_path(runs_dir)) for text in (a, b))
@@ -145,16 +134,20 @@ def _read_with_settings(path: Path) -> dict[str, Any]:
 def differing_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that change completions or verdicts and differ, with their values in A and in B.
 
-    They are `config` of the records. Scored files of completions have no such settings, so nothing differs.
+    They are `config` of the records. Of a scored file of completions only the grader is known.
     """
-    known = [record for record in (a, b) if record.get("config") and not record.get("samples")]
-    if len(known) < 2:
+    files = [record["samples"] for record in (a, b) if record.get("samples")]
+    if not (a.get("config") and b.get("config")) or (len(files) == 1 and not files[0].get("grader")):
         return {}
-    values_a, values_b = (flatten(record["config"]) for record in known)
+    values_a, values_b = (
+        {"task.grader": file.get("grader")} if (file := record.get("samples")) else flatten(record["config"])
+        for record in (a, b)
+    )
     return {
         key: (values_a.get(key), values_b.get(key))
-        for key in {**values_a, **values_b}
-        if key.startswith(_SETTINGS) and key not in _SOURCES and values_a.get(key) != values_b.get(key)
+        for key in (["task.grader"] if files else {**values_a, **values_b})
+        if (key == "seed" or changes_evaluations(key)) and key not in _SOURCES
+        if values_a.get(key) != values_b.get(key)
     }
 
 

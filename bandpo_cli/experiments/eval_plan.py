@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from bandpo_cli.config.batch_and_sampling import check_engine, default_k
-from bandpo_cli.config.layers import Layer, Settings, as_layers, nest, read_layer, resolve, with_values
+from bandpo_cli.config.layers import (
+    Layer,
+    Settings,
+    as_layers,
+    flatten,
+    nest,
+    read_assignments,
+    read_layer,
+    resolve,
+    with_values,
+)
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, TaskSettings, task_from_arguments
 from bandpo_cli.custom_code import add_code_folder
@@ -39,6 +49,12 @@ _MAX_STEM_CHARS = 100  # largest length of the part of an evaluation's name that
 _OF_TRAINING = nest({"optim.updates": 1, "objective.advantages": "group", "reward.overlong_buffer": 0})
 """Settings that could contradict those of an evaluation, where they have no effect."""
 _USED_SECTIONS = {"seed", "model", "task", "sampling", "grading", "evaluation", "tracking"}
+_WITHOUT_EFFECT = (
+    "steps", "reward.", "bounds.", "objective.", "optim.", "checkpoint.", "stop.", "evaluation.every",
+    "sampling.prompts", "sampling.samples", "sampling.temperature", "sampling.dynamic", "sampling.max_lag",
+)  # fmt: skip
+_OF_SCORING = ("grading.", "evaluation.k", "evaluation.batch", "tracking.")
+"""Beginnings of the settings without effect on an evaluation, and of those with an effect on one of a file."""
 
 
 @dataclass(frozen=True)
@@ -98,27 +114,18 @@ def _absolute_path(path: str | None) -> str | None:
 
 
 class EvalOptions(TypedDict, total=False):
-    """Keyword arguments of `plan_evaluation` and `evaluate`; those left out keep the defaults of the settings.
+    """Keyword arguments of `plan_evaluation` and `evaluate`; those left out keep the defaults of the settings."""
 
-    Attributes:
-        samples: a file of completions to score, in place of a model.
-        n: completions per problem.
-        k: the k of pass@k and maj@k, each at most n.
-        sampler: the sampling engine: auto, transformers or vllm.
-        grader: the grader of all answers; None for the data's own.
-        settings: other settings, as nested dictionaries; they win over the options above.
-    """
-
-    samples: Path | str | None
-    n: int | None
-    k: Sequence[int] | None
+    samples: Path | str | None  # a file of completions to score, in place of a model
+    n: int | None  # completions per problem
+    k: Sequence[int] | None  # the k of pass@k and maj@k, each at most n
     temperature: float | None
     max_tokens: int | None
     limit: int | None
     seed: int | None
-    sampler: str | None
-    grader: str | None
-    settings: Settings
+    sampler: str | None  # the sampling engine: auto, transformers or vllm
+    grader: str | None  # the grader of all answers; None for the data's own
+    settings: Settings  # other settings, which win over the options above
 
 
 def plan_evaluation(
@@ -159,6 +166,20 @@ def plan_evaluation(
     return plan
 
 
+def eval_assignments(assignments: Sequence[str], is_file: bool) -> Layer:
+    """Return the settings of `--set`; raise ConfigError for one without effect on the evaluation, or on scores."""
+    layer = read_assignments(assignments)
+    for key in flatten(layer):
+        if not key.startswith(_OF_SCORING) if is_file else key.startswith(_WITHOUT_EFFECT):
+            of, flags = (
+                ("scores of a file", "--grader") if is_file else ("evaluations", "--n and --temperature")
+            )
+            raise ConfigError(
+                f"--set {key}: it has no effect on {of}, whose options are {flags}; leave it out"
+            )
+    return layer
+
+
 def _plan_model(model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer]) -> EvalPlan:
     """Return the evaluation of a model, with the settings of its run, then `layers`."""
     run, step = find_run(model, runs_dir) or (None, None)
@@ -194,10 +215,8 @@ def _warn_of_training_problems(own: RunConfig, config: RunConfig, task: Task) ->
     for label, problems in task.heldout_sets().items():
         evaluated = problems[: config.evaluation.problems]
         if count := sum(question_key(problem.prompt) in trained for problem in evaluated):
-            of_all = (
-                f"{label}: {count:,} of {plural(len(evaluated), 'problem')} are training problems of the run"
-            )
-            log.warning("%s; without --task, the held-out ones are used", of_all)
+            of_all = f"{count:,} of {plural(len(evaluated), 'problem')} are training problems of the run"
+            log.warning("%s: %s; without --task, the held-out ones are used", label, of_all)
 
 
 def _plan_samples(path: Path, grader: str | None, layers: Sequence[Layer]) -> EvalPlan:

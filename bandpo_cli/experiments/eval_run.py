@@ -60,18 +60,15 @@ class EvalInfo:
 class EvalResult:
     """The end of an evaluation, with the contents of eval.json.
 
-    Attributes:
-        scores: metrics with intervals by evaluation set; empty where the evaluation ended early.
-        mlflow: the address of the run in MLflow, for a file or a database after the command that starts MLflow's pages;
-            None where MLflow does not have the metrics, and in `Callback.end`, which comes before they are sent.
-        error: the exception that ended the evaluation early.
+    `mlflow` is the address of the run in MLflow, for a file or a database after the command that starts MLflow's pages;
+    None where MLflow does not have the metrics, and in `Callback.end`, which comes before they are sent.
     """
 
     folder: Path
     record: dict[str, Any]
-    scores: Mapping[str, Scores]
+    scores: Mapping[str, Scores]  # metrics with intervals by set; empty where the evaluation ended early
     mlflow: str | None = None
-    error: BaseException | None = None
+    error: BaseException | None = None  # the exception that ended the evaluation early
 
 
 EvalCallback = Callback[EvalInfo, "Batch", EvalResult]
@@ -148,10 +145,8 @@ def _run(
             rows: list[EvalRow] = []
             if is_main:
                 folder.drop_parts()  # a kill between the table and this call leaves them
-                if not (rows := read_eval_table(folder.samples_path)):
-                    raise UserError(
-                        f"{folder.samples_path}: holds no completions; remove it to sample them again"
-                    )
+                if not (rows := read_eval_table(table := folder.samples_path)):
+                    raise UserError(f"{table}: holds no completions; remove it to sample them again")
             info = EvalInfo(plan, folder.path, len(rows), len(rows), True, ())
         else:
             source, parts = _open_source(plan, events, stack), dict[PartKey, list[EvalRow]]()

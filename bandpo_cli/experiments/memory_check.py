@@ -35,8 +35,7 @@ OnEstimate = Callable[[RunConfig, "MemoryEstimate"], None]
 def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> MemoryEstimate:
     """Estimate the memory of a run on the GPU of this rank, or on this machine where there is none. Imports torch.
 
-    `training` is False for an evaluation, which has no updates. Raises UserError if the model's architecture cannot be
-    read, or this machine has no such GPU or no memory left on it.
+    `training` is False for an evaluation, which has no updates.
     """
     from bandpo_cli.models.memory_estimate import Device, estimate_memory
 
@@ -116,8 +115,7 @@ def check_memory(
 
     Without a GPU only a run that does not fit is logged, or one with settings that are `auto`. All ranks must call this
     together. `changeable` are the settings that a message may advise to change, None for all; `on_estimate` is called
-    with the estimate before it is judged, and reports it instead of the log; the other arguments are those of
-    `memory_of_task`.
+    with the estimate before it is judged, and reports it instead of the log.
 
     Raises UserError if the run needs more memory than its GPU has, or than other processes leave of it.
     """

@@ -159,10 +159,9 @@ class StepMonitor:
 
 def _is_all_masked(record: Record) -> bool:
     """Return whether masks have removed the gradient of all tokens in a step with advantages and no skipped update."""
-    has_advantages = (
-        record.get("train/uniform_group_fraction", 1.0) < 1 and record.get("optim/skipped_updates") == 0
-    )
-    return has_advantages and record.get("gradient/zero_fraction", 1.0) == 1
+    has_advantages = record.get("train/uniform_group_fraction", 1.0) < 1
+    is_masked = record.get("gradient/zero_fraction", 1.0) == 1
+    return has_advantages and is_masked and record.get("optim/skipped_updates") == 0
 
 
 def stop_reason(config: RunConfig, records: Sequence[Record]) -> str | None:
@@ -296,20 +295,18 @@ def check_profile_steps(steps: int, first_step: int, last_step: int) -> None:
 class ProfileCallback(CallbackBase):
     """Traces some steps with torch's profiler, after the first one, which compiles kernels and allocates memory.
 
-    The numbers of the run do not change.
-
-    Attributes:
-        trace: `profile/step-000002.json.gz` in the run folder, named after the first traced step; in the format of
-            Chrome's tracing.
-        steps: the steps that were traced completely.
-        seconds: sum of `time/step` over these steps.
-        phases: by name, once the trace is written; `update/backward` is the part `backward` of the phase `update`.
+    The numbers of the run do not change. The trace is in the format of Chrome's tracing.
     """
 
     def __init__(self, steps: int) -> None:
-        self.trace, self.seconds = Path(), 0.0
-        self.steps: list[int] = []
-        self.phases: dict[str, PhaseTime] = {}
+        self.trace = (
+            Path()
+        )  # `profile/step-000002.json.gz` in the run folder, named after the first traced step
+        self.steps: list[int] = []  # those that were traced completely
+        self.seconds = 0.0  # sum of `time/step` over these steps
+        self.phases: dict[
+            str, PhaseTime
+        ] = {}  # by name, such as `update/backward`, once the trace is written
         self._wanted = steps
         self._profiler: profile | None = None
 

@@ -27,14 +27,7 @@ from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.settings import CustomSettings, TrustRegionSettings
 from bandpo_cli.paths import MODEL_CONFIG, cached_commit, is_adapter_folder, path_exists, user_path
 from bandpo_cli.processes.ranks import rank_count
-from bandpo_cli.registries import (
-    ADVANTAGES,
-    BUNDLED_MODELS,
-    DATASETS,
-    ENGINES,
-    ENVIRONMENT_GRADER,
-    generated_tasks,
-)
+from bandpo_cli.registries import BUNDLED_MODELS, DATASETS, ENGINES, ENVIRONMENT_GRADER, generated_tasks
 from bandpo_cli.storage.checkpoints import Progress, check_model_path, inherited_layers, resolve_model
 from bandpo_cli.storage.run_folder import RunFolder, check_name, timestamped, unused_name
 from bandpo_cli.tasks.rows import NotLoadedError
@@ -81,29 +74,17 @@ class Fork:
 
 @dataclass(frozen=True)
 class Plan:
-    """A training run that has been checked and not started.
+    """A training run that has been checked and not started."""
 
-    Attributes:
-        config: the settings, for config.yaml.
-        pinned: the same with the engine and the commits that the run, or the parent of a fork, started with.
-        task: the problems, loaded; None for a resume of a run whose steps are all done.
-        folder: the run folder, which a new run has yet to create.
-        warnings: what the user should know before the run starts, one line each.
-        step: the step of the checkpoint that the run continues; -1 for the initial weights.
-        text: the checkpoint and the number of steps to train, for the user.
-        fork: the checkpoint of another run that a new run continues.
-        is_resume: the run continues in its folder.
-    """
-
-    config: RunConfig
-    pinned: RunConfig
-    task: Task | None
-    folder: RunFolder
-    warnings: Sequence[str]
-    step: int = -1
-    text: str = ""
-    fork: Fork | None = None
-    is_resume: bool = False
+    config: RunConfig  # for config.yaml
+    pinned: RunConfig  # with the engine and the commits that the run, or the parent of a fork, started with
+    task: Task | None  # with its problems; None for a resume of a run whose steps are all done
+    folder: RunFolder  # which a new run has yet to create
+    warnings: Sequence[str]  # what the user should know before the run starts, one line each
+    step: int = -1  # of the checkpoint that the run continues; -1 for the initial weights
+    text: str = ""  # the checkpoint and the number of steps to train, for the user
+    fork: Fork | None = None  # the checkpoint of another run that a new run continues
+    is_resume: bool = False  # the run continues in its folder
 
     @property
     def first_step(self) -> int:
@@ -172,7 +153,7 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
         from bandpo_cli.bounds.band import find_divergence
 
         find_divergence(config.bounds.divergence)  # raises for a custom divergence that cannot be used
-    if config.objective.advantages not in ADVANTAGES:
+    if ":" in config.objective.advantages:  # a custom function
         from bandpo_cli.objective.advantages import check_estimator
 
         check_estimator(config.objective)

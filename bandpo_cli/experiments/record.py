@@ -104,10 +104,9 @@ def _write_summary(config: RunConfig, folder: RunFolder, result: RunResult) -> N
     """Write the plots, then summary.json: status FINISHED there means that the run folder is complete."""
     status, records, error = result.status, result.records, result.error
     begin = last_change(folder.path)[0]
-    scores = (
-        {key: record[key] for key in record if key == "step" or key.startswith("eval/")} for record in records
-    )
-    evaluations = [record for record in scores if len(record) > 1 and record["step"] > begin]
+    later = (record for record in records if record["step"] > begin)
+    scores = ({key: line[key] for key in line if key == "step" or key.startswith("eval/")} for line in later)
+    evaluations = [record for record in scores if len(record) > 1]
     message = "stopped by request" if status == "KILLED" else None
     if error is not None:
         name = type(error).__name__

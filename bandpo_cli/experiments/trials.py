@@ -121,24 +121,14 @@ def _dummy_completion(config: RunConfig, problem: Problem) -> str:
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """Results of a probe.
+    """Results of a probe; without a group of different rewards it has no trial step, and updates have no time."""
 
-    Attributes:
-        groups: the graded completions of the untrained model.
-        metrics: their metrics by the names of metrics.jsonl, and those of the updates of the trial step. Without a
-            group of different rewards there is no trial step.
-        trial_groups: number of groups of the trial step.
-        sample_seconds: of a step of the run, by the times of the probe.
-        update_seconds: of the updates of a step; None if no group has different rewards, so that there was no update.
-        run_seconds: of the complete run with its evaluations, by the same times; without updates that have no time.
-    """
-
-    groups: Sequence[Group]
-    metrics: dict[str, float]
-    trial_groups: int
-    sample_seconds: float
-    update_seconds: float | None
-    run_seconds: float
+    groups: Sequence[Group]  # the graded completions of the untrained model
+    metrics: dict[str, float]  # of them and of the trial step, by the names of metrics.jsonl
+    trial_groups: int  # number of groups of the trial step
+    sample_seconds: float  # of a step of the run, by the times of the probe
+    update_seconds: float | None  # of the updates of a step
+    run_seconds: float  # of the complete run with its evaluations; without updates that have no time
 
 
 def probe(

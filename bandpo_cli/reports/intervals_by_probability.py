@@ -88,18 +88,18 @@ def _peer_curves(
     return [(label, delta, bounds(np.log(probs))) for label, bounds in curves]
 
 
-def as_json(rows: Sequence[IntervalRow]) -> str:
-    """Return a JSON list of objects with the keys of `IntervalRow`, in full precision; infinity is null."""
+def as_json(rows: Sequence[Any]) -> str:
+    """Return named tuples, such as `IntervalRow`, as JSON objects in full precision; infinity is null."""
     plain = [
         {key: None if value == np.inf else value for key, value in row._asdict().items()} for row in rows
     ]
     return json.dumps(plain, indent=1, allow_nan=False)
 
 
-def as_csv(rows: Sequence[IntervalRow]) -> str:
+def as_csv(rows: Sequence[Any]) -> str:
     """Return the rows as CSV with a header line; a missing delta is an empty cell."""
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([IntervalRow._fields, *rows])
+    csv.writer(out, lineterminator="\n").writerows([(rows[0] if rows else IntervalRow)._fields, *rows])
     return out.getvalue().rstrip("\n")
 
 
