@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Array = Any
-"""A `numpy.ndarray` or a `torch.Tensor`."""
+Array = Any  # A `numpy.ndarray` or a `torch.Tensor`
 
 CPU_BLOCK = 2**20
 """Elements per block on a CPU, which limits the temporaries of a batch of any size to some 100 MB."""
@@ -20,30 +19,19 @@ Generator = Callable[[Array, Array], Array]
 
 
 class RatioBounds(NamedTuple):
-    """The allowed interval of the ratio π/π_old of each token: 0 ≤ lower ≤ 1 ≤ upper.
+    """The allowed interval of the ratio π/π_old of each token: 0 ≤ lower ≤ 1 ≤ upper."""
 
-    Attributes:
-        lower: shape of the log-probabilities from which it was computed.
-        upper: the same shape.
-    """
-
-    lower: Array
+    lower: Array  # of the shape of the log-probabilities from which it was computed
     upper: Array
 
 
 class TokenProbs:
-    """Probabilities of T sampled tokens under π_old, in float64, accurate at both ends; shapes (T,).
-
-    Attributes:
-        logp: log p ≤ 0, never NaN.
-        p: the probability.
-        m: 1−p, computed from log p and therefore accurate where p rounds to 1.
-        xp: the module whose functions take these arrays, see `namespace`.
-    """
+    """Probabilities of T sampled tokens under π_old, in float64, accurate at both ends; shapes (T,)."""
 
     def __init__(self, logp: Array) -> None:
         self.xp = xp = namespace(logp)
-        self.logp, self.p, self.m = logp, xp.exp(logp), -xp.expm1(logp)
+        self.logp, self.p = logp, xp.exp(logp)  # log p ≤ 0, never NaN
+        self.m = -xp.expm1(logp)  # 1−p, accurate where p rounds to 1
 
 
 def is_tensor(x: Array) -> bool:

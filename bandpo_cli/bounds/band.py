@@ -78,25 +78,17 @@ Float32Table = tuple[Array, ...]
 
 @dataclass(frozen=True)
 class Divergence:
-    """An f-divergence D_f(π‖π_old).
+    """An f-divergence D_f(π‖π_old)."""
 
-    Attributes:
-        f: its generator, `f(u, u−1)`.
-        closed_form: its Band, the ratios r with g(p, r) = δ, [T]: the upper at most 1/p, the lower not yet clamped at
-            0; None for the generic solver.
-        solve_float32: the same from float32 log-probs to float32 ratios, for many tokens; None to use the other.
-    """
-
-    f: Generator
+    f: Generator  # called as f(u, u−1)
+    # The Band, the ratios r with g(p, r) = δ, [T]: the upper at most 1/p, the lower not yet clamped at 0. None for the
+    # generic solver. The other one computes it in float32 for many tokens.
     closed_form: Callable[[TokenProbs, float], RatioBounds] | None = None
     solve_float32: Callable[[Array, float], RatioBounds] | None = None
 
 
 def find_divergence(name: str) -> Divergence:
-    """Return the divergence of that name, or one with a custom f for `module:function`.
-
-    Raise ConfigError if there is no divergence of that name, or the custom f is not usable.
-    """
+    """Return the divergence of that name, or of a custom f, `module:function`; raise ConfigError if there is none."""
     if name in DIVERGENCES:
         divergence: Divergence = load_attribute(DIVERGENCES[name].divergence)
         return divergence
@@ -272,11 +264,7 @@ def _log_ratios(tokens: TokenProbs, delta: float, from_table: bool) -> tuple[Arr
 
 
 def _newton(s: Array, delta: float, side: int, from_table: bool = False) -> Array:
-    """Return the root by Newton's method.
-
-    The start is the table of the generic solver, or outside of the root, where the steps converge monotonically without
-    a bracket.
-    """
+    """Return the root by Newton's method, from the table, or from outside, where it converges without a bracket."""
     xp = namespace(s)
     if from_table:
         t = initial_guess(_newton, s, delta, side)
@@ -337,11 +325,7 @@ def _float32_tables(delta: float, kind: str, xp: Any, device: Any) -> tuple[Floa
 
 @lru_cache(maxsize=64)
 def custom_generator(name: str) -> Generator:
-    """Load `module:function`; raise ConfigError unless it is finite, 0 at 1 and convex for u from 1e-4 to 1e4.
-
-    The function takes u = π/π_old as an array (numpy, or torch when the log-probabilities are tensors) and returns f(u)
-    of the same shape.
-    """
+    """Load `module:function`, f of arrays u; raise ConfigError unless finite, 0 at 1 and convex in [1e-4, 1e4]."""
     u = np.unique(np.concatenate([np.logspace(-4, 4, 161), np.linspace(0.5, 1.5, 41)]))
     function: Callable[[Array], Array] = load_setting("divergence", name)
     with user_code(f"divergence '{name}'", function), np.errstate(all="ignore"):

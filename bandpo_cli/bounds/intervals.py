@@ -59,17 +59,11 @@ def bounds_of_probability(ends: Callable[[Array], tuple[Array, Array]]) -> Bound
 
 
 class ClipState(NamedTuple):
-    """The effect of a method on each token: boolean arrays of the shape of the ratios.
+    """The effect of a method on each token: boolean arrays of the shape of the ratios."""
 
-    Attributes:
-        at_upper: the token's advantage is positive and its gradient zero; with bounds: its ratio is above `upper`.
-        at_lower: the token's advantage is negative and its gradient zero; with bounds: its ratio is below `lower`.
-        outside: the ratio is outside the method's region, for any sign of the advantage; None without a region.
-    """
-
-    at_upper: Array
-    at_lower: Array
-    outside: Array | None
+    at_upper: Array  # the advantage is positive and the gradient 0; with bounds: the ratio is above `upper`
+    at_lower: Array  # the advantage is negative and the gradient 0; with bounds: the ratio is below `lower`
+    outside: Array | None  # the ratio is outside the region, for any advantage; None without a region
 
     @property
     def active(self) -> Array:
@@ -105,8 +99,7 @@ def matching_delta(name: str, prob: float, upper: float) -> float | None:
 
 MIN_DELTA, MAX_DELTA = 1e-9, 10.0
 """Range of the search: the smallest radius allows almost no change, at the largest nearly all bounds saturate."""
-_HALVINGS = 60
-"""Steps of the bisection: they reduce the logarithmic range of 23 below the spacing of float64."""
+_HALVINGS = 60  # Steps of the bisection: they reduce the logarithmic range of 23 below the spacing of float64
 
 
 @dataclass(frozen=True)
@@ -136,8 +129,7 @@ def match_clip_fraction(region: TrustRegionSettings, method: MethodSettings, tok
     """Return the δ at which `region` clips the share of `tokens` that `method` clips; the δ of `region` is ignored.
 
     A wider region clips fewer tokens, so δ is found by bisection in its logarithm. The share is a step function of δ:
-    `reached` is the value nearest to `wanted`. A run with that δ has other ratios. Raise ConfigError if the method
-    clips none of the tokens, or more than any region does, or has no interval.
+    `reached` is the value nearest to `wanted`. Raise ConfigError if no region clips as many tokens, or the method none.
     """
     wanted = clip_fraction(method, tokens)
 

@@ -107,9 +107,14 @@ def evaluate(
     # The imports create 175,000 objects and hardly any garbage; Python's threshold of 700 costs 0.35 s.
     gc.set_threshold(50_000, 10, 10)
     from bandpo_cli.cli.launch_and_watch_ranks import launch
-    from bandpo_cli.config.layers import nest, read_assignments, read_config
+    from bandpo_cli.config.layers import nest, read_config
     from bandpo_cli.experiments import evaluate as run_evaluation
-    from bandpo_cli.experiments.eval_plan import MAX_K, plan_evaluation, plan_evaluation_resume
+    from bandpo_cli.experiments.eval_plan import (
+        MAX_K,
+        eval_assignments,
+        plan_evaluation,
+        plan_evaluation_resume,
+    )
     from bandpo_cli.experiments.plan import choose_run_name, read_numbers
     from bandpo_cli.storage.run_folder import EvalFolder
 
@@ -131,7 +136,7 @@ def evaluate(
             k=None if k is None else sorted({*read_numbers("--k", k, 1, MAX_K)}),
             grader=settings.pop("task.grader", None),
             base=[*map(read_config, config or []), nest(tracking | settings)],
-            settings=[read_assignments(set_ or [])],
+            settings=[eval_assignments(set_ or [], samples is not None)],
             runs_dir=runs_dir,
         )
         # The name is chosen again at the start: another process may take the default one until then.

@@ -228,8 +228,10 @@ class ObjectiveConfig(Section):
             "reference_kl, such as 0.001, or leave it out",
         )
         require(
-            isinstance(self.importance, str) or self.old_logprobs == "trainer",
-            "importance has no effect with old_logprobs = 'sampler', whose ratio needs no correction; leave it out",
+            self.old_logprobs == "trainer"
+            or (self.importance == "token-truncate" and self.importance_cap in (None, DEFAULT_CAP)),
+            "importance and importance_cap have no effect with old_logprobs = 'sampler', whose ratio needs no "
+            "correction; leave them out",
         )
         require(
             self.entropy_target is None or not self.entropy_bonus,
@@ -347,14 +349,21 @@ class RunConfig(Section):
             f"sampling.max_lag = {lag}: completions are samples of older weights, which the importance correction "
             "accounts for; set objective.importance_cap, such as 2.0, or objective.old_logprobs to 'sampler'",
         )
-        buffer, most = self.reward.overlong_buffer, self.sampling.max_tokens
-        least = self.reward.wrong - (self.reward.overlong_penalty if buffer else 0.0)
+        require(
+            objective.dual_clip in (None, ObjectiveConfig.model_fields["dual_clip"].default)
+            or type(method).token_losses is MethodSettings.token_losses,
+            f"objective.dual_clip = {objective.dual_clip} has no effect with bounds.method = '{method.method}', whose "
+            "loss has no dual clip; set it to null, or leave it out",
+        )
+        buffer, most, reward = self.reward.overlong_buffer, self.sampling.max_tokens, self.reward
+        parts = [part for part in self.task.rewards or () if part.weight]
+        least = reward.wrong - (reward.overlong_penalty if buffer else 0.0)
+        least += (reward.correct - reward.wrong) * sum(min(part.weight, 0.0) for part in parts)
         require(
             objective.advantages != "maxrl" or least >= 0,
             f"objective.advantages = 'maxrl' divides by the mean reward of a group; rewards may be {least:g} here "
-            "(reward.wrong less the over-long penalty) and must not be negative",
+            "(reward.wrong, less the over-long penalty and negative weights) and must not be negative",
         )
-        parts = [part for part in self.task.rewards or () if part.weight]
         require(
             objective.advantages != "gdpo" or len(parts) > 1,
             "objective.advantages = 'gdpo' normalises several rewards separately; name two or more in task.rewards "

@@ -15,7 +15,7 @@ from bandpo_cli.evaluation.verdicts import MARGIN, Conclusion, check_margin, con
 from bandpo_cli.paths import folders_containing, given_path, user_path
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import RECORD_FILE, RunFolder, find_folder, find_run, is_run_folder
-from bandpo_cli.storage.run_record import EVALUATION_SETTINGS, iterate_forks, read_record
+from bandpo_cli.storage.run_record import changes_evaluations, iterate_forks, read_record
 from bandpo_cli.types import UNGRADED_VERDICTS
 
 MEAN = "mean"
@@ -27,7 +27,6 @@ _COMPARED = ("pass_at_", "maj_at_", "answer_format", "truncation", "response_len
 _ACCURACIES = (MEAN, "pass_at_", "maj_at_")
 """Beginnings of the names of the metrics in units of accuracy: more is better, and the margin applies to them."""
 
-_SETTINGS = ("seed", *EVALUATION_SETTINGS)
 _SOURCES = ("task.name", "task.train", "task.heldout", "task.heldout_fraction", "task.revisions")
 """The settings that only choose the problems, which are compared by their ids."""
 
@@ -135,16 +134,20 @@ def _read_with_settings(path: Path) -> dict[str, Any]:
 def differing_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that change completions or verdicts and differ, with their values in A and in B.
 
-    They are `config` of the records. Scored files of completions have no such settings, so nothing differs.
+    They are `config` of the records. Of a scored file of completions only the grader is known.
     """
-    known = [record for record in (a, b) if record.get("config") and not record.get("samples")]
-    if len(known) < 2:
+    files = [record["samples"] for record in (a, b) if record.get("samples")]
+    if not (a.get("config") and b.get("config")) or (len(files) == 1 and not files[0].get("grader")):
         return {}
-    values_a, values_b = (flatten(record["config"]) for record in known)
+    values_a, values_b = (
+        {"task.grader": file.get("grader")} if (file := record.get("samples")) else flatten(record["config"])
+        for record in (a, b)
+    )
     return {
         key: (values_a.get(key), values_b.get(key))
-        for key in {**values_a, **values_b}
-        if key.startswith(_SETTINGS) and key not in _SOURCES and values_a.get(key) != values_b.get(key)
+        for key in (["task.grader"] if files else {**values_a, **values_b})
+        if (key == "seed" or changes_evaluations(key)) and key not in _SOURCES
+        if values_a.get(key) != values_b.get(key)
     }
 
 

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from bandpo_cli.config.batch_and_sampling import check_engine, default_k
-from bandpo_cli.config.layers import Layer, Settings, as_layers, nest, read_layer, resolve, with_values
+from bandpo_cli.config.layers import (
+    Layer,
+    Settings,
+    as_layers,
+    flatten,
+    nest,
+    read_assignments,
+    read_layer,
+    resolve,
+    with_values,
+)
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, TaskSettings, task_from_arguments
 from bandpo_cli.custom_code import add_code_folder
@@ -39,6 +49,12 @@ _MAX_STEM_CHARS = 100  # largest length of the part of an evaluation's name that
 _OF_TRAINING = nest({"optim.updates": 1, "objective.advantages": "group", "reward.overlong_buffer": 0})
 """Settings that could contradict those of an evaluation, where they have no effect."""
 _USED_SECTIONS = {"seed", "model", "task", "sampling", "grading", "evaluation", "tracking"}
+_WITHOUT_EFFECT = (
+    "steps", "reward.", "bounds.", "objective.", "optim.", "checkpoint.", "stop.", "evaluation.every",
+    "sampling.prompts", "sampling.samples", "sampling.temperature", "sampling.dynamic", "sampling.max_lag",
+)  # fmt: skip
+_OF_SCORING = ("grading.", "evaluation.k", "evaluation.batch", "tracking.")
+"""Beginnings of the settings without effect on an evaluation, and of those with an effect on one of a file."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +164,20 @@ def plan_evaluation(
     if not plan.config.evaluation.k:
         raise UserError("evaluation.k: give at least one k")
     return plan
+
+
+def eval_assignments(assignments: Sequence[str], is_file: bool) -> Layer:
+    """Return the settings of `--set`; raise ConfigError for one without effect on the evaluation, or on scores."""
+    layer = read_assignments(assignments)
+    for key in flatten(layer):
+        if not key.startswith(_OF_SCORING) if is_file else key.startswith(_WITHOUT_EFFECT):
+            of, flags = (
+                ("scores of a file", "--grader") if is_file else ("evaluations", "--n and --temperature")
+            )
+            raise ConfigError(
+                f"--set {key}: it has no effect on {of}, whose options are {flags}; leave it out"
+            )
+    return layer
 
 
 def _plan_model(model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer]) -> EvalPlan:

@@ -19,8 +19,9 @@ import yaml
 from bandpo_cli.config.layers import flatten, nest, parse_yaml, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import yaml_number
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.errors import ConfigError, log
 from bandpo_cli.exports.verl_settings import ACTOR, CORRECTION, NEVER, ROLLOUT, VERL_REJECTIONS, VERL_WEIGHTS
+from bandpo_cli.grading.countdown import evaluate_expression
 from bandpo_cli.paths import path_exists, read_text, user_path
 from bandpo_cli.registries import DATA_TASK, DATASETS, TRACKERS
 from bandpo_cli.settings_validation import trainer_keys
@@ -202,11 +203,13 @@ def read_trainer_file(path: Path) -> dict[str, Any]:
     """Return the keys of a YAML or JSON file, nested ones with dots; of any other text, its words `key=value`."""
     where = f"--from {path}"
     text = read_text(path, where)
-    if path.suffix in (".yaml", ".yml", ".json"):
+    if not (is_script := path.suffix not in (".yaml", ".yml", ".json")):
         content = parse_yaml(text, where)
     else:
-        words = [os.path.expandvars(word.lstrip("+~")) for word in shlex.split(text, comments=True)]
+        words = [word.lstrip("+~") for word in shlex.split(_expanded(text), comments=True)]
         pairs = [word.partition("=") for word in words if re.match(r"[a-z][\w.]*=", word)]
+        # Words without a dot are variables of a script, unless no key has one.
+        pairs = [pair for pair in pairs if "." in pair[0]] or pairs
         # Hydra needs no space after the colon of {eps:1e-8}.
         spaced = [
             (key, re.sub(r"(\w):", r"\1: ", value) if value[:1] == "{" else value) for key, _, value in pairs
@@ -218,10 +221,33 @@ def read_trainer_file(path: Path) -> dict[str, Any]:
         )
     flat = {key: yaml_number(value) for key, value in flatten(content, keep_empty=True).items()}
     for key, value in flat.items():  # references of OmegaConf; its other resolvers stand for the default
-        if isinstance(value, str) and "${" in value:
+        if isinstance(value, str) and ("$" if is_script else "${") in value:
             reference = re.fullmatch(r"\$\{([\w.]+)\}", value)
             flat[key] = flat.get(reference[1]) if reference else None
+            if is_script and flat[key] is None:
+                log.warning(
+                    "%s: %s = %s is not known here and is left out; export the variable", where, key, value
+                )
     return {key: value for key, value in flat.items() if value not in EMPTY}
+
+
+def _expanded(script: str) -> str:
+    """Return a shell script with the values of its variables, and of sums and products, as far as they are known."""
+    known, lines = dict(os.environ), []
+    for line in script.replace("\\\n", " ").splitlines():
+        line = re.sub(
+            r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})",
+            lambda found: known.get(found[1] or found[2], found[3] or found[0]),
+            line,
+        )
+        for term in re.findall(r"\$\(\(.*?\)\)(?!\))", line):
+            numbers = re.sub(r"[A-Za-z_]\w*", lambda found: known.get(found[0], found[0]), term[3:-2])
+            if value := evaluate_expression(numbers):
+                line = line.replace(term, str(value[0]))
+        if found := re.match(r"\s*(?:export\s+)?(\w+)=(['\"]?)([^'\"#]*)\2", line):
+            known[found[1]] = found[3].strip()
+        lines.append(line)
+    return "\n".join(lines)
 
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
@@ -244,6 +270,9 @@ def _trl(t: Translation) -> None:
     t.put_loss(kind, "loss_type")
     if in_sequences and t.settings["bounds.method"][0] == "clip":
         t.put_loss("sequence", "importance_sampling_level")
+        if t["delta"] is not None:
+            del t.settings["objective.dual_clip"]
+            t.no_place("delta", "gspo has no dual clip")
     elif any(key.startswith("band_") for key in t.given):
         del t.settings["bounds.eps_low"], t.settings["bounds.eps_high"]
         t.put_loss("band", "loss_type")

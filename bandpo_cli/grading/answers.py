@@ -38,8 +38,7 @@ from bandpo_cli.types import (
     Problem,
 )
 
-MAX_CHARS = 20_000
-"""Number of characters at the end of a text that are searched."""
+MAX_CHARS = 20_000  # Number of characters at the end of a text that are searched
 
 _BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])(?=\s*\{|[ \t]+(?![A-Za-z]{2})[^\s\\{}$])"
 _LABEL = r"(?<![A-Za-z])answer[ \t*_]*[:：]"
@@ -176,10 +175,7 @@ def grade_by_coin(problem: Problem, text: str) -> Grade:
 
 
 def grade_form(problem: Problem, text: str) -> Grade:
-    """Return reward 1 if the grader of the answers can read an answer in the text, correct or not.
-
-    An answer for a custom grader is what majority votes take as the answer.
-    """
+    """Return reward 1 if the grader of the answers, or a majority vote, can read an answer in the text."""
     name = str(problem.extra[ANSWER_GRADER])
     if name not in GRADERS:
         return CORRECT if voted_answer(text, name) is not None else MALFORMED
@@ -293,10 +289,7 @@ def reference_of(problem: Problem) -> str:
 
 
 def unparsed_references(problems: Iterable[Problem], config: GradingConfig) -> str | None:
-    """Return a line with the number of references that the grader `math` cannot parse and the first three, or None.
-
-    Only an answer with the same text is correct for them. Plain numbers and words need no worker process.
-    """
+    """Return a line on references that `math` cannot parse, for which only equal texts are correct; None without."""
     golds = {reference_of(problem): problem.answer for problem in problems}
     formulas = [
         gold

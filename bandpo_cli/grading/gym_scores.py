@@ -23,8 +23,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f'{error}; pip install "bandpo[gym]"') from error
 import sympy.parsing.sympy_parser
 
-_ROUNDING = 1e-9
-"""Scores are products and quotients of floats, and may exceed 1 by their rounding errors."""
+_ROUNDING = 1e-9  # Scores are products and quotients of floats, and may exceed 1 by their rounding errors
 
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.LShift: operator.lshift,
@@ -60,10 +59,7 @@ def score(name: str, options: str, entry: str, answer: str) -> float | dict[str,
 
 
 def evaluate_literal(text: str) -> Any:
-    """Return the value of a text of literals, lists and integer arithmetic, in place of `eval`.
-
-    Raise ValueError if the text contains anything else (a name, a call, an attribute), and SyntaxError like `eval`.
-    """
+    """Return the value of literals, lists and integer arithmetic, in place of `eval`; raise ValueError for others."""
 
     def value_of(node: ast.expr) -> Any:
         match node:

@@ -100,10 +100,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         return self.begin(problems, texts)()
 
     def begin(self, problems: Sequence[Problem], texts: Sequence[str]) -> Callable[[], list[Grade]]:
-        """Submit completions [N] to workers; return the function that waits for the grades, which `grade` returns.
-
-        While another thread waits for the grades of other completions, the workers grade these, too.
-        """
+        """Submit completions [N] to workers, also while others wait; return the function that waits for the grades."""
         grades: dict[int, Grade] = {}
         errors: dict[str, str] = {}
         pending_answers: dict[str, dict[int, GraderArguments]] = defaultdict(dict)
@@ -352,10 +349,7 @@ def all_calls_failed(
     ranks: Ranks,
     is_tolerated: bool = True,
 ) -> bool:
-    """Return True if all verdicts of all ranks, which call this together, are `grader-error`.
-
-    Raise GraderFailedError then unless all graders are asynchronous, and their failures tolerated.
-    """
+    """Return True if all verdicts of all ranks are `grader-error`; raise GraderFailedError if that is not tolerated."""
     if {*verdicts} != {GRADER_ERROR.verdict}:
         return False
     uses = ranks.gather(dict(pool.uses))

@@ -43,8 +43,7 @@ _UNIT_POWERS = {"square": 2, "sq": 2, "squared": 2, "²": 2, "cubic": 3, "cu": 3
 _SCALES = {"C": "celsius", "Celsius": "celsius", "F": "fahrenheit", "Fahrenheit": "fahrenheit"}
 
 
-Unit = tuple[tuple[str, int], ...]
-"""A product of units: names in `UNITS` with their powers."""
+Unit = tuple[tuple[str, int], ...]  # A product of units: names in `UNITS` with their powers
 
 
 def known_name(word: str) -> str | None:

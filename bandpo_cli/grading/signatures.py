@@ -29,8 +29,7 @@ from bandpo_cli.types import (
     messages_of,
 )
 
-MAX_VERDICT_CHARS = 40
-"""Maximal length of the verdict of a custom grader."""
+MAX_VERDICT_CHARS = 40  # Maximal length of the verdict of a custom grader
 
 # Arguments of TRL's rewards: those besides the columns, columns with other names, and those that do not exist here.
 _TRL_ARGUMENTS = frozenset({"prompts", "completions", "log_extra", "log_metric"})
@@ -50,22 +49,14 @@ class Answer(NamedTuple):
 
 
 class BatchGrader(NamedTuple):
-    """A grader function with its signature adapted.
-
-    Attributes:
-        call: takes answers [N] and returns grades [N]; N is 1 unless the function is `batched`.
-        asynchronous: the function is `async def`; an event loop can run several calls at a time.
-        location: the end of an error message: where the function is defined.
-        about: what is sent to the parent process after the import.
-        has_steps: a synchronous function awaits `asyncio.sleep(0)` after each step, and the deadline starts again.
-    """
+    """A grader function with its signature adapted: `call` takes answers [N] and returns grades [N]."""
 
     call: Callable[[Sequence[Any]], Coroutine[Any, Any, list[Grade]]]
-    batched: bool = False
-    asynchronous: bool = False
-    location: str = ""
-    about: Any = None
-    has_steps: bool = False
+    batched: bool = False  # N may be more than 1
+    asynchronous: bool = False  # the function is `async def`; an event loop can run several calls at a time
+    location: str = ""  # the end of an error message: where the function is defined
+    about: Any = None  # what is sent to the parent process after the import
+    has_steps: bool = False  # it awaits `asyncio.sleep(0)` after each step, and the deadline starts again
 
     def grade(self, answers: Sequence[Any], on_step: Callable[[], None] = lambda: None) -> list[Grade]:
         """Return the grades [N] of answers [N], outside an event loop; call `on_step` at the end of each step."""
@@ -109,10 +100,7 @@ def load_worker(path: str) -> BatchGrader:
 
 
 def load_grader(name: str) -> BatchGrader:
-    """Import a custom grader and adapt its signature, which `name` states or its parameter names show.
-
-    Raise ValueError if the import fails, or the function cannot be called in the way that `name` states.
-    """
+    """Import a custom grader with the signature that `name` or its parameters have; raise ValueError if that fails."""
     signature, path = split_signature(name)
     function = GraderFunction(load_function(path))
     for key, entry in SIGNATURES.items():
@@ -306,10 +294,7 @@ def _unlimited_grade(score: float, accuracy: float | None = None) -> Grade:
 
 
 def finite(value: Any, expected: str, is_share: bool = False) -> float:
-    """Return a finite number, also of NumPy or torch; raise ValueError for anything else, or for a share not in [0, 1].
-
-    `expected` describes the numbers in the message.
-    """
+    """Return a finite number, for a share in [0, 1]; raise ValueError, with what was `expected`, for anything else."""
     number = value.item() if hasattr(value, "item") else value
     is_finite = isinstance(number, Real) and math.isfinite(number)
     if not is_finite or (is_share and not 0 <= float(number) <= 1):

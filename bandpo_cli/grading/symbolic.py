@@ -46,21 +46,15 @@ _ELLIPSIS = re.compile(r"\.\.|\\[lcv]?dots(?![A-Za-z])")
 _JUXTAPOSED_NUMBERS = re.compile(r"[0-9]\s+[0-9]")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}")
 _BASE = re.compile(r"[0-9]\s*+_\s*+(?:\{\s*+)?([0-9]++)")
-_TOLERANCE = 1e-5
-"""Relative difference from which two values count as different."""
-_ROUNDING = 1e-6
-"""Relative difference up to which a decimal is the rounded value of an irrational number."""
-_NOISE = 1e-20
-"""Values up to this one may be rounding errors of 0, as for x - x."""
+_TOLERANCE = 1e-5  # Relative difference from which two values count as different
+_ROUNDING = 1e-6  # Relative difference up to which a decimal is the rounded value of an irrational number
+_NOISE = 1e-20  # Values up to this one may be rounding errors of 0, as for x - x
 _TEST_POINTS = (0.5, 1.3)
 """Each variable gets one of these plus a fraction that depends on its name: positive, for roots and logarithms."""
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """Return True if an answer equals the reference, as expressions, equations, sets, intervals or matrices.
-
-    Both are LaTeX or plain text; text that cannot be parsed equals nothing.
-    """
+    """Return True if LaTeX or plain text equals the reference; text that cannot be parsed equals nothing."""
     if _DATE.fullmatch(gold):  # would be read as a difference
         return False
     gold, answer = (values_first(readable(text.replace("$", " ")).strip()) for text in (gold, answer))

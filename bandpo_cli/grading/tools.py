@@ -37,8 +37,7 @@ from bandpo_cli.types import Message, Problem, derive_seed, messages_of
 if TYPE_CHECKING:
     from bandpo_cli.config.batch_and_sampling import GradingConfig
 
-KEPT_ENVIRONMENTS = 4096
-"""Environments that a worker keeps; those that were used last."""
+KEPT_ENVIRONMENTS = 4096  # Environments that a worker keeps; those that were used last
 
 
 class ToolPool(WorkerPool):
@@ -183,10 +182,7 @@ def _functions(paths: Sequence[str]) -> dict[str, Callable[..., Any]]:
 async def call_tool(
     functions: Mapping[str, Callable[..., Any]], name: str | None, arguments: Any, in_threads: bool = False
 ) -> dict[str, Any]:
-    """Return the result of a call: `content` as a text, and whether it `failed`.
-
-    The name of a call that was not readable is None, and its arguments are the error.
-    """
+    """Return `content` and `failed` of a call; an unreadable call has the name None and its error as arguments."""
     if name is None or name not in functions:
         error = arguments if name is None else f"no tool '{name}'; there are {', '.join(functions)}"
         return {"content": f"Error: {error}", "failed": True}

@@ -16,8 +16,7 @@ from bandpo_cli.types import CORRECT, MALFORMED, WRONG, Grade, Problem
 TAIL_CHARS, BOX_TAIL_CHARS = 300, 100
 """Number of characters at the end of a completion that are read, and in which `math-dapo-boxed` reads a box."""
 
-MAX_REFERENCE_CHARS = 1000
-"""Maximal length of a reference of `math-dapo`, which bounds the work per answer."""
+MAX_REFERENCE_CHARS = 1000  # Maximal length of a reference of `math-dapo`, which bounds the work per answer
 
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _BOX = r"\boxed{"

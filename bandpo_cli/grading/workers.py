@@ -42,8 +42,7 @@ from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
 if TYPE_CHECKING:  # a worker, which imports this module, does without pydantic
     from bandpo_cli.config.batch_and_sampling import GradingConfig
 
-IMPORT_TIMEOUT_S = 600.0
-"""Seconds after which a worker that has not imported its function counts as failed."""
+IMPORT_TIMEOUT_S = 600.0  # Seconds after which a worker that has not imported its function counts as failed
 
 SPAWN_AFTER_S = 1.0
 """Seconds of grading after which a pool spawns its second and further workers. To import a grader takes about as long,

@@ -15,36 +15,19 @@ from bandpo_cli.registries import Entry, Registry
 
 @dataclass(frozen=True)
 class MethodEntry(Entry):
-    """A method (`bounds.method`).
+    """A method (`bounds.method`)."""
 
-    Attributes:
-        settings: a subclass of `methods.settings.MethodSettings`; the default of its field `method` is the entry's
-            name.
-        loss: a subclass of `methods.loss.PolicyLoss`, if the class of the settings does not define the loss.
-        paper: the source of the method and of its default settings; "" for none.
-        without_bounds: why the method has no interval of ratios, as the end of a sentence; "" where it has one
-            (`MethodSettings.ratio_bounds`).
-        trust_region: the method has a divergence and a radius, so it is compared by them and not by its name alone.
-        named_by_region: in names of variants, divergence and radius stand for the method: `kl 0.05`.
-        bounded: the upper bound is finite, so that a Band can match it.
-        by_position: it has an interval that depends on the position of the token in its completion.
-        differs_at_ratio_one: its gradient differs from the gradient of the other methods also in the first update of a
-            batch, where every ratio is 1.
-        control: the plain policy gradient, without an effect of its own.
-        aliases: other names that `--method` and `bounds.method` accept.
-    """
-
-    settings: str
-    paper: str = ""
-    without_bounds: str = ""
-    trust_region: bool = False
-    named_by_region: bool = False
-    bounded: bool = True
-    by_position: bool = False
-    differs_at_ratio_one: bool = False
-    control: bool = False
-    aliases: tuple[str, ...] = ()
-    loss: str = ""
+    settings: str  # a subclass of `MethodSettings`; the default of its field `method` is the entry's name
+    paper: str = ""  # the source of the method and of its default settings
+    without_bounds: str = ""  # why the method has no interval of ratios, as the end of a sentence
+    trust_region: bool = False  # it has a divergence and a radius, and is not compared by its name alone
+    named_by_region: bool = False  # in names of variants, divergence and radius stand for it: `kl 0.05`
+    bounded: bool = True  # the upper bound is finite, so that a Band can match it
+    by_position: bool = False  # its interval depends on the position of the token in its completion
+    differs_at_ratio_one: bool = False  # its gradient differs from the others' where every ratio is 1, too
+    control: bool = False  # the plain policy gradient, without an effect of its own
+    aliases: tuple[str, ...] = ()  # other names that `--method` and `bounds.method` accept
+    loss: str = ""  # a subclass of `PolicyLoss`, if the class of the settings does not define the loss
 
 
 # fmt: off

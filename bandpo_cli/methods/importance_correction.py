@@ -90,8 +90,7 @@ VERL_PRESETS: dict[str, list[dict[str, Any]]] = {
 """The rules of the presets of verl 0.9.1 with the trainer's π_old (`RolloutCorrectionConfig`); its statistic of a
 completion is the inverse of the ratio here."""
 
-DEFAULT_CAP = 2.0
-"""The default of `objective.importance_cap`."""
+DEFAULT_CAP = 2.0  # The default of `objective.importance_cap`
 
 SINGLE_RULES: dict[str, tuple[RuleName, ...]] = {
     "token-truncate": ("token-truncate",),

@@ -18,7 +18,6 @@ losses are written with methods of tensors, and torch is imported for type check
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
@@ -40,39 +39,27 @@ if TYPE_CHECKING:
 Columns: TypeAlias = "Mapping[str, Tensor]"
 """Named values per token, [N] or [n] each: what a method computed from π_old."""
 Bound: TypeAlias = "Tensor | float"
-MAX_LOG_RATIO = 20.0
-"""Limit of |log ratio|: exp(20) = 5e8 is far beyond any bound and far below overflow."""
+MAX_LOG_RATIO = 20.0  # Limit of |log ratio|: exp(20) = 5e8 is far beyond any bound and far below overflow
 
 
 @dataclass(frozen=True)
 class LossBatch:
-    """The tokens of an update, or of one of its micro-batches, with all values that a loss needs beside log π.
+    """The tokens of an update, or of one of its micro-batches, with all values that a loss needs beside log π."""
 
-    Attributes:
-        lengths: [S] int64, tokens per completion.
-        advantages: [N] float32, the advantage of the token's completion.
-        old_logprobs: [N] float32, log π_old(token), nats: the denominator of the ratio.
-        columns: what `PolicyLoss.prepare` returned, [N] each; for interval methods `lower` and `upper`.
-        importance_weights: [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None
-            where the ratio is taken to the sampler's log-probs, or where no correction is configured. Masked tokens
-            have the weight 0; a loss with a value of the completion leaves them out of this value.
-        ref_logprobs: [N] float32, log π_reference(token), nats; None without a reference model.
-        wrong_peers: [S] float32, for a correct completion the share of the other completions of its group that are not
-            correct, 0 for the others; None where the completions come in no groups.
-        sampler_logprobs: [N] float32, log μ(token) as the sampler reported it, nats; None for `old_logprobs`.
-        chosen: [N] bool, False for a token without policy loss and entropy bonus (`objective.top_entropy`); None if all
-            tokens have them.
-    """
-
-    lengths: Tensor
-    advantages: Tensor
-    old_logprobs: Tensor
-    columns: Columns = field(default_factory=dict)
+    lengths: Tensor  # [S] int64, tokens per completion
+    advantages: Tensor  # [N] float32, the advantage of the token's completion
+    old_logprobs: Tensor  # [N] float32, log π_old(token), nats: the denominator of the ratio
+    columns: Columns = field(default_factory=dict)  # of `PolicyLoss.prepare`, [N] each
+    # [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None where the ratio is taken
+    # to the sampler's log-probs, or where no correction is configured. Masked tokens have the weight 0; a loss with a
+    # value of the completion leaves them out of this value.
     importance_weights: Tensor | None = None
-    ref_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None  # [N] float32, log π_reference(token), nats
+    # [S] float32, for a correct completion the share of the other completions of its group that are not correct, 0 for
+    # the others; None where the completions come in no groups.
     wrong_peers: Tensor | None = None
-    sampler_logprobs: Tensor | None = None
-    chosen: Tensor | None = None
+    sampler_logprobs: Tensor | None = None  # [N] float32, nats; None for `old_logprobs`
+    chosen: Tensor | None = None  # [N] bool, of `objective.top_entropy`: others have no policy loss and bonus
 
     @property
     def sampled_logprobs(self) -> Tensor:
@@ -84,50 +71,46 @@ class LossBatch:
         return log_ratio(logprobs, self.old_logprobs).exp()
 
 
-class PolicyLoss(ABC):
-    """The policy loss of a method, built from the method's settings and `objective`; see `policy_loss`.
+class PolicyLoss:
+    """The policy loss that the settings of a method define, with `objective`; see `policy_loss`.
 
-    A user names a subclass as `bounds.method: module:Class`; see CONTRIBUTING.md.
-
-    Attributes:
-        settings: the settings of the method; a subclass names their class.
-        Options: the pydantic class of `bounds.options`, for a user's subclass.
-        options: an object of this class; None for other losses.
-        interval: the interval of ratios outside which a token counts as outside, for a method that has one for all
-            tokens; None for others.
-        needs_all_tokens: False where `prepare` treats each completion separately and tokens with an advantage of 0
-            have a loss and a gradient of 0. Then the update leaves out groups without an advantage, and the first
-            update of a step takes π_old from its own forward pass, micro-batch by micro-batch.
-        needs_sampler: `prepare` has the sampler's log-probs, [N], as a third argument.
-        adapts: before each update but those whose own pass gives π_old, `adapt` chooses columns from the ratios.
+    A subclass that a user names as `bounds.method: module:Class` defines it itself; see CONTRIBUTING.md.
     """
 
     settings: MethodSettings
-    Options: ClassVar[type[BaseModel]] = Section
-    options: Any
-    interval: tuple[float, float] | None = None
+    Options: ClassVar[type[BaseModel]] = Section  # of `bounds.options`, for a user's subclass
+    options: Any  # an object of this class; None for other losses
+    interval: tuple[float, float] | None = None  # others count as outside; None for no such ratios
+    # False where `prepare` treats each completion separately and tokens with an advantage of 0 have a loss and a
+    # gradient of 0. Then the update leaves out groups without an advantage, and the first update of a step takes π_old
+    # from its own forward pass, micro-batch by micro-batch.
     needs_all_tokens: bool = False
-    needs_sampler: bool = False
-    adapts: bool = False
+    needs_sampler: bool = False  # `prepare` has the sampler's log-probs, [N], as a third argument
+    adapts: bool = False  # `adapt` chooses columns before each update but those whose own pass gives π_old
 
     def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
         self.settings, self.objective = settings, objective
         self.options = getattr(settings, "options", None)
+        self.needs_all_tokens |= settings.needs_all_tokens
+        self.needs_sampler |= settings.needs_sampler
+        self.adapts |= settings.adapts
+        if isinstance(settings, IntervalSettings):
+            self.interval = settings.ends
 
-    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor, *sampler_logprobs: Tensor) -> Columns:
         """Return the values per token that depend on π_old alone, [N] each, without gradient.
 
         Called with all tokens of an update, and also with those of a micro-batch unless `needs_all_tokens` is set.
         """
-        return {}
+        return self.settings.prepare(old_logprobs, advantages, *sampler_logprobs)
 
     def adapt(self, batch: LossBatch, logprobs: Tensor) -> Columns:
         """Return columns, [N] each, from all tokens of the update and log π before it; called if `adapts` is set."""
         return self.settings.adapt(batch, logprobs)
 
-    @abstractmethod
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         """Return the loss of each token of a micro-batch, [n], before it is weighted, from log π with gradient, [n]."""
+        return self.settings.token_losses(logprobs, batch)
 
     def clip_state(
         self, columns: Columns, ratios: Tensor, advantages: Tensor, gradient_weights: Tensor
@@ -144,7 +127,7 @@ def policy_loss(settings: MethodSettings, objective: ObjectiveConfig) -> PolicyL
     if loss := METHODS[settings.method].loss:
         return cast(PolicyLoss, load_attribute(loss)(settings, objective))
     is_interval = type(settings).token_losses is MethodSettings.token_losses
-    return (IntervalLoss if is_interval else MethodLoss)(settings, objective)
+    return (IntervalLoss if is_interval else PolicyLoss)(settings, objective)
 
 
 class IntervalLoss(PolicyLoss):
@@ -158,7 +141,7 @@ class IntervalLoss(PolicyLoss):
     `loss_type` "grpo", "bnpo" and "dapo" (no dual clip), for the methods clip and clip-higher.
     """
 
-    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor, *_: Tensor) -> Columns:
         """Return the bounds of the ratio, `lower` and `upper`, 0 ≤ lower ≤ 1 ≤ upper; upper may be inf."""
         return self.settings.ratio_bounds()(old_logprobs)._asdict()
 
@@ -175,22 +158,6 @@ class IntervalLoss(PolicyLoss):
     ) -> ClipState:
         """Return the tokens that a bound clips, dual clip apart, and those outside the bounds."""
         return clip_state(ratios, columns["lower"], columns["upper"], advantages)
-
-
-class MethodLoss(PolicyLoss):
-    """The loss that a method defines beside its settings."""
-
-    def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
-        super().__init__(settings, objective)
-        self.needs_all_tokens, self.needs_sampler = settings.needs_all_tokens, settings.needs_sampler
-        self.adapts = settings.adapts
-        self.interval = settings.ends if isinstance(settings, IntervalSettings) else None
-
-    def prepare(self, old_logprobs: Tensor, advantages: Tensor, *sampler_logprobs: Tensor) -> Columns:
-        return self.settings.prepare(old_logprobs, advantages, *sampler_logprobs)
-
-    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        return self.settings.token_losses(logprobs, batch)
 
 
 def clipped_losses(ratios: Tensor, advantages: Tensor, lower: Bound, upper: Bound) -> Tensor:
@@ -236,11 +203,8 @@ def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def sequence_cumsum(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return the sum of `values` [n] from the first token of the completion up to each token, float64 [n].
-
-    In float64 the sums do not depend on the completions before in the micro-batch.
-    """
-    values = values.double()
+    """Return the sum of `values` [n] from the first token of the completion up to each token, float64 [n]."""
+    values = values.double()  # so that the sums do not depend on the completions before
     sums, starts = values.cumsum(0), lengths.cumsum(0) - lengths
     return sums - (sums - values)[starts][sequence_index(lengths, values)]
 

@@ -74,10 +74,7 @@ class RipoSettings(MethodSettings):
     """The lower bound is at least min_ratio, the upper bound at most max_ratio."""
 
     def ratio_bounds(self) -> BoundsFunction:
-        """Return max(1 − √(δ/p), min_ratio) and min(1 + √(δ/p), max_ratio) (equation 11); [1, 1] for NaN.
-
-        The upper bound may exceed 1/p.
-        """
+        """Return max(1 − √(δ/p), min_ratio) and min(1 + √(δ/p), max_ratio), perhaps above 1/p (equation 11)."""
 
         def ends(inverse_p: Array) -> tuple[Array, Array]:
             xp = namespace(inverse_p)
@@ -144,11 +141,7 @@ class DppoSettings(TrustRegionSettings):
         return type(self)(divergence=self.divergence)
 
     def ratio_bounds(self) -> BoundsFunction:
-        """Return the Band of the same divergence and radius, without a cap.
-
-        A binary divergence of (p, 1−p) is at most δ exactly where the ratio is in the Band, whose other tokens move in
-        proportion.
-        """
+        """Return the Band without a cap: the ratios at which the divergence of (p, 1−p) is at most δ."""
         return lambda old_logprobs: logprob_bounds(old_logprobs, self.divergence, self.delta, None)
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:

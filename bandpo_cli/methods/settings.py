@@ -42,22 +42,17 @@ class MethodSettings(TaggedSection):
     """Base class of a method. Each setting of a subclass has a default.
 
     A method that is an interval of ratios defines `ratio_bounds`, any other method `token_losses`, and `prepare` if
-    its loss needs values that are computed from π_old.
-
-    Attributes:
-        text: the method with the settings that matter, in one line; `{s.NAME}` is the setting NAME.
-        needs_all_tokens, needs_sampler, adapts: as in `PolicyLoss`.
-        has_negative: completions with a negative advantage have a loss.
+    its loss needs values that are computed from π_old. Three class variables are as in `PolicyLoss`.
     """
 
     tag = "method"
     default = "band"
     custom = "module:name"
-    text: ClassVar[str] = "{s.method}: {s.entry.summary}"
+    text: ClassVar[str] = "{s.method}: {s.entry.summary}"  # one line; `{s.NAME}` is the setting NAME
     needs_all_tokens: ClassVar[bool] = False
     needs_sampler: ClassVar[bool] = False
     adapts: ClassVar[bool] = False
-    has_negative: ClassVar[bool] = True
+    has_negative: ClassVar[bool] = True  # completions with a negative advantage have a loss
 
     method: str
 
@@ -102,10 +97,7 @@ class MethodSettings(TaggedSection):
         return {}
 
     def ratio_bounds(self) -> BoundsFunction:
-        """Return the interval of ratios beyond which the method removes a token's gradient, by the advantage's sign.
-
-        Raise ConfigError if the method has no interval of ratios; the message gives the reason.
-        """
+        """Return the interval of ratios beyond which tokens lose their gradient; raise ConfigError if there is none."""
         raise ConfigError(f"{self.method} has no interval of ratios: {self.entry.without_bounds}")
 
     def interval_curves(self) -> dict[str, BoundsFunction]:
@@ -122,7 +114,7 @@ class MethodSettings(TaggedSection):
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         """Return the loss of each token, [n]; see `PolicyLoss.token_losses`."""
-        raise NotImplementedError("the loss of an interval of ratios is `IntervalLoss`")
+        raise NotImplementedError("the class defines no token_losses(logprobs, batch)")
 
 
 class CustomSettings(MethodSettings):

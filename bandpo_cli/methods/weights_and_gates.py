@@ -211,10 +211,7 @@ class M2poSettings(MethodSettings):
     def prepare(
         self, old_logprobs: Tensor, advantages: Tensor, sampler_logprobs: Tensor | None = None
     ) -> Columns:
-        """Return `kept`: 0 for the tokens of largest log²(π_old/π_sampler), until the mean of the others is below.
-
-        At least one token is kept, as in the source.
-        """
+        """Return `kept`: 0 for the tokens of largest log²(π_old/π_sampler), until the mean of the others is below."""
         sampled = old_logprobs if sampler_logprobs is None else sampler_logprobs
         moments, order = (old_logprobs - sampled).double().square().sort(descending=True)
         counts = old_logprobs.new_ones(len(moments)).double().flip(0).cumsum(0).flip(0)

@@ -59,24 +59,15 @@ def embedded_model_path(name: str = EMBEDDED_MODEL) -> Path:
 
 @dataclass(frozen=True)
 class Policy:
-    """The model that is trained, with its tokenizer.
+    """The model that is trained, with its tokenizer."""
 
-    Attributes:
-        model: the causal language model, in evaluation mode.
-        stop_ids: ids of the tokens that end a completion.
-        pad_id: id of the padding token; the model never attends to it.
-        commit: the commit of a model on the hub; None for a folder.
-        ranks: the processes of the run; if there are several, a policy that is trained is sharded over them.
-        is_base: the policy is the model without its adapters (`models.lora`).
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # the causal language model, in evaluation mode
     tokenizer: Tokenizer
-    stop_ids: tuple[int, ...]
-    pad_id: int
-    commit: str | None = None
-    ranks: Ranks = SINGLE
-    is_base: bool = False
+    stop_ids: tuple[int, ...]  # of the tokens that end a completion
+    pad_id: int  # of the padding token; the model never attends to it
+    commit: str | None = None  # of a model on the hub; None for a folder
+    ranks: Ranks = SINGLE  # the processes of the run; a policy that is trained is sharded over several
+    is_base: bool = False  # the policy is the model without its adapters (`models.lora`)
 
     def passes(self) -> AbstractContextManager[PreTrainedModel]:
         """Return a context with the model for passes of this policy: without its adapters if it is the base model."""
@@ -176,11 +167,7 @@ def load_policy(
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
-    """Return the config.json of a model that is no adapter, after a check of the folder's files.
-
-    Raise UserError if the folder is no model folder, its weights are quantized, or transformers does not support the
-    model.
-    """
+    """Return the config.json of a model that is no adapter; raise UserError for wrong files or quantized weights."""
     source = _source(config)
     if config.path not in BUNDLED_MODELS:  # whose files come with the package
         model_files.check_model_files(source["pretrained_model_name_or_path"], config.path)
@@ -212,10 +199,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
 
 
 def meta_model(config: ModelConfig, model_config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """Return the model of a config.json on the meta device, after a check of the size of the stored weights.
-
-    `options` are those of transformers' `from_config`, such as its dtype.
-    """
+    """Return the model of a config.json on the meta device, after a check of the size of the stored weights."""
     options["trust_remote_code"] = config.trust_remote_code
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, **options)
@@ -266,10 +250,7 @@ def load_reference(policy: Policy, config: ModelConfig) -> Policy:
 
 
 def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write a folder that transformers and vLLM can load: weights, or with LoRA adapters for peft, and tokenizer.
-
-    `weights` are what `weights_to_save` returns, or a copy; None for the weights in use.
-    """
+    """Write a folder that transformers and vLLM can load: weights, or with LoRA adapters for peft, and tokenizer."""
     if lora.has_adapters(policy.model):
         save_adapter(policy.model, folder, weights)
     else:

@@ -28,8 +28,7 @@ from bandpo_cli.processes.watch import progress
 
 TILE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Size of a float32 tile: about a CPU's last-level cache, or enough to keep a GPU busy. Two tiles exist at a time."""
-TILE_ATTRIBUTE = "bandpo_tile_bytes"
-"""Attribute of an output layer with another size (`model.head`)."""
+TILE_ATTRIBUTE = "bandpo_tile_bytes"  # Attribute of an output layer with another size (`model.head`)
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Maximum difference in nats between packed and unpacked log-probs. Rounding stays well below it; attention across rows
 or a scale factor on the logits does not."""
@@ -38,17 +37,11 @@ PACKED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class TokenLogprobs(NamedTuple):
-    """Values of N tokens, [N] float32, nats; entropies that were not asked for are None.
+    """Values of N tokens, [N] float32, nats; entropies that were not asked for are None."""
 
-    Attributes:
-        logprobs: log-probs at the sampling temperature.
-        entropy: entropy at temperature 1, without gradient.
-        sampling_entropy: entropy at the sampling temperature, with gradient.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor | None
-    sampling_entropy: Tensor | None
+    logprobs: Tensor  # at the sampling temperature
+    entropy: Tensor | None  # at temperature 1, without gradient
+    sampling_entropy: Tensor | None  # at the sampling temperature, with gradient
 
 
 @record_function(f"{PROFILER_PREFIX}forward")
@@ -330,10 +323,7 @@ class _Tiles:
             yield columns
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the tokens and their logits over the current slice of the vocabulary.
-
-        The logits are float32, in the buffer of the previous logits.
-        """
+        """Yield slices of the tokens and their float32 logits over the current columns, in one buffer for all."""
         weight = self.weight_slice
         for start in range(0, len(self.hidden), self._height):
             hidden = self.hidden[rows := slice(start, start + self._height)]

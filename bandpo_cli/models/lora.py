@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """The file with the tensors of an adapter, in the format of peft."""
-ADAPTER_NAME = "default"
-"""The name by which peft knows the adapters of a policy."""
+ADAPTER_NAME = "default"  # The name by which peft knows the adapters of a policy
 
 # Of the names of the tensors in that file.
 PREFIX, END_A, END_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"

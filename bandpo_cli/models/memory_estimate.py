@@ -33,8 +33,7 @@ _AMPLE_SHARE = 0.95  # Largest share of that which an update may take by values 
 _MIN_PASS_TOKENS = 8192  # Gradient checkpointing comes before smaller micro-batches. Not measured on a GPU.
 _FLOAT32 = 4
 _COPY = "copy for a checkpoint"
-Bytes = dict[str, int]
-"""Number of bytes by component."""
+Bytes = dict[str, int]  # Number of bytes by component
 
 
 class NoEstimateError(UserError):
@@ -62,38 +61,23 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes by component; with several ranks, those of one rank.
+    """Bytes by component; with several ranks, those of one rank."""
 
-    Attributes:
-        parameters: number of parameters of the model (not bytes), its adapters included; tied parameters count once.
-        trained: number of parameters that are trained: all of them, or those of the adapters (LoRA).
-        always: held during the complete run: weights, optimizer state, reference model, an engine that never sleeps.
-        update: additional memory of one forward and backward pass, and the gradients, which are dropped after it.
-        reduction: with several ranks, additional memory at the end of a backward pass, in place of `update`.
-        sampling: additional memory of sampling, or of sending the weights to another engine.
-        engine_gpu: held on `engine_device`, where the engine process has a GPU of its own.
-        vllm: bytes of the vLLM engine, also part of a phase; 0 without one.
-        vllm_minimum: the fewest bytes with which that engine can sample the completions of one prompt.
-        memory_fraction: `sampling.vllm.memory_fraction`, or what it is where it is null; None without vLLM on a GPU.
-        is_ample: whether the updates leave a margin, and an engine that never sleeps has all the memory it can use.
-        chosen: the values of the settings that are `auto`.
-    """
-
-    parameters: int
-    trained: int
+    parameters: int  # their number in the model, its adapters included; tied parameters count once
+    trained: int  # number of parameters that are trained: all of them, or those of the adapters (LoRA)
     ranks: int
-    always: Bytes
-    update: Bytes
-    reduction: Bytes
-    sampling: Bytes
-    engine_gpu: Bytes
+    always: Bytes  # of the complete run: weights, optimizer, reference, an engine that never sleeps
+    update: Bytes  # additional, of a forward and backward pass and its gradients
+    reduction: Bytes  # with several ranks, additional at the end of a backward pass, in place of `update`
+    sampling: Bytes  # additional, of sampling, or of sending the weights to another engine
+    engine_gpu: Bytes  # held on `engine_device`, where the engine process has a GPU of its own
     device: Device
     engine_device: Device | None
-    vllm: int
-    vllm_minimum: int
-    memory_fraction: float | None
-    is_ample: bool
-    chosen: Mapping[str, Any] = field(default_factory=dict)
+    vllm: int  # bytes of the vLLM engine, also part of a phase; 0 without one
+    vllm_minimum: int  # the fewest bytes with which that engine can sample the completions of one prompt
+    memory_fraction: float | None  # of the settings, or chosen; None without vLLM on a GPU
+    is_ample: bool  # the updates leave a margin, and an engine that never sleeps has all it can use
+    chosen: Mapping[str, Any] = field(default_factory=dict)  # the values of the settings that are `auto`
 
     @property
     def peak(self) -> int:

@@ -49,20 +49,13 @@ class Row:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """T packed tokens, of which N are sampled tokens of completions.
+    """T packed tokens, of which N are sampled tokens of completions; all tensors are int64."""
 
-    Attributes:
-        input_ids: [1, T] int64, row after row, each the prompt followed by its completions.
-        position_ids: [1, T] int64, position of each token in its own prompt and completion.
-        predictor_index: [N] int64, index into the T tokens of the token whose output predicts each sampled token.
-        targets: [N] int64, the sampled tokens, completion by completion in the order of the rows.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
+    input_ids: Tensor  # [1, T], row after row, each the prompt followed by its completions
+    position_ids: Tensor  # [1, T], position of each token in its own prompt and completion
     packing: Packing
-    predictor_index: Tensor
-    targets: Tensor
+    predictor_index: Tensor  # [N], index into the T tokens of the one that predicts each sampled token
+    targets: Tensor  # [N], the sampled tokens, completion by completion in the order of the rows
 
 
 def balanced_owners(
@@ -286,21 +279,13 @@ class Packing:
 
 @dataclass(frozen=True)
 class Block:
-    """B sequences of similar length, padded on the right to L tokens, for one kernel call.
+    """B sequences of similar length, padded on the right to L tokens, for one kernel call; the tensors are int64."""
 
-    Attributes:
-        gather_index: [B·L] int64, packed token at each index; padding repeats a sequence's last token.
-        shape: (B, L).
-        tokens: number of the B·L positions that are not padding.
-        segments: [B, L] int64 for rows with several completions; plain sequences need no mask, since padding is last.
-        positions: [B, L] int64, position of each token; [1, L] if all sequences have the same positions.
-    """
-
-    gather_index: Tensor
-    shape: tuple[int, int]
-    tokens: int
-    segments: Tensor | None
-    positions: Tensor
+    gather_index: Tensor  # [B·L], packed token at each index; padding repeats a sequence's last token
+    shape: tuple[int, int]  # (B, L)
+    tokens: int  # number of the B·L positions that are not padding
+    segments: Tensor | None  # [B, L], of rows with several completions; others need no mask: padding is last
+    positions: Tensor  # [B, L], position of each token; [1, L] if all sequences have the same positions
 
     @cached_property
     def mask(self) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from bandpo_cli.config.batch_and_sampling import RewardConfig
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.custom_code import load_setting
-from bandpo_cli.errors import user_code
+from bandpo_cli.errors import ConfigError, user_code
 from bandpo_cli.registries import ADVANTAGES, load_attribute
 from bandpo_cli.types import Grade, Group
 
@@ -57,8 +57,11 @@ def rloo_advantages(rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
 def maxrl_advantages(rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
     """Return (reward − mean)/mean with the mean of the group, 0 where it is 0, [P, G] (MaxRL, arXiv 2602.02710).
 
-    Equal to prime-rl, `orchestrator/algo/max_rl.py`.
+    Equal to prime-rl, `orchestrator/algo/max_rl.py`. Raise ConfigError for a negative reward, which a custom function
+    may return.
     """
+    if (least := rewards_PG.where(has_reward_PG, 0.0).amin()) < 0:
+        raise ConfigError(f"objective.advantages = 'maxrl': a reward is {least:g} and must not be negative")
     mean, centred, _ = _centred(rewards_PG, has_reward_PG)
     return (centred / mean).where(mean > 0, 0.0)
 
@@ -100,9 +103,8 @@ def estimate_advantages(
 ) -> Tensor:
     """Return the advantages of the groups of a step by `objective.advantages`, [P, G].
 
-    `parts` are the weights and values of several rewards; see `gdpo_advantages`. A custom function receives the rewards
-    in float64, 0 where there is none, and the mask. Raise ConfigError if a custom function raises an exception, or
-    returns another shape or values that are not finite.
+    `parts` are as for `gdpo_advantages`. A custom function receives the rewards in float64, 0 where there is none, and
+    the mask. Raise ConfigError if it fails, or returns another shape or values that are not finite.
     """
     name = objective.advantages
     if name in ADVANTAGES:

@@ -15,20 +15,15 @@ from bandpo_cli.methods.loss import LossBatch, PolicyLoss, log_ratio, sequence_i
 class LossOutputs:
     """The result of `policy_objective`; no tensor has a gradient.
 
-    Attributes:
-        loss: scalar, the micro-batch's share of the update's loss.
-        gradient: [n], ∂loss/∂logprobs.
-        ratios: [n], r.
-        gradient_weights: [n], w in the gradient −weight·w·a·∇log π of a token's loss, without the penalty to the
-            reference model: 1 for an unclipped token with r = 1, 0 for a clipped one or where a or the weight is 0.
-        entropy_gradient: [n], ∂loss/∂entropy of the distribution of each token.
+    The gradient weight of a token is w in the gradient −weight·w·a·∇log π of its loss, without the penalty to the
+    reference model: 1 for an unclipped token with r = 1, 0 for a clipped one or where a or the weight is 0.
     """
 
-    loss: Tensor
-    gradient: Tensor
-    ratios: Tensor
-    gradient_weights: Tensor
-    entropy_gradient: Tensor
+    loss: Tensor  # scalar, the micro-batch's share of the update's loss
+    gradient: Tensor  # [n], ∂loss/∂logprobs
+    ratios: Tensor  # [n], r
+    gradient_weights: Tensor  # [n]
+    entropy_gradient: Tensor  # [n], ∂loss/∂entropy of the distribution of each token
 
 
 def policy_objective(

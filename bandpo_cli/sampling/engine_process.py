@@ -39,8 +39,7 @@ from bandpo_cli.sampling.sync_check import SyncCheck
 CLOSE_S = 5.0
 """Seconds that an idle engine has to shut down, or any engine to end after its connection, before it is killed."""
 
-CLOSED = (EOFError, OSError)
-"""Errors of a connection whose other end, or this end, is closed."""
+CLOSED = (EOFError, OSError)  # Errors of a connection whose other end, or this end, is closed
 
 _OF_RANKS = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
@@ -79,10 +78,7 @@ class EngineProcess(Sampler):
             raise
 
     def sample_stream(self, requests: Requests, params: SamplingParams, in_order: bool = True) -> Stream:
-        """Yield number and completions [P][n] of each request, as the same engine in the trainer's process.
-
-        The process asks for requests as its engine has room for them. It waits while the caller uses completions.
-        """
+        """Yield number and completions [P][n] of each request; the process waits while the caller uses completions."""
         more, taken = iter(requests), dict[int, SampleRequest]()
         numbers, stopped = count(), None
         try:
@@ -112,10 +108,7 @@ class EngineProcess(Sampler):
         _checked(message)
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
-        """Send the weights, and compare log-probs as `SyncCheck` says; all ranks must call this together.
-
-        Errors as in `Sampler`, on all ranks if one fails.
-        """
+        """Send the weights, and compare log-probs as `SyncCheck` says; all ranks must call this together."""
         weights = checkpoint_weights(model)
 
         def send() -> None:
@@ -135,10 +128,7 @@ class EngineProcess(Sampler):
         return dict(self._call("describe"))
 
     def close(self) -> None:
-        """End the process: an idle engine shuts down, one that works is killed. Further calls do nothing.
-
-        A thread that waits for the engine gets RunError.
-        """
+        """End the process: an idle engine shuts down, one that works is killed, and its caller gets RunError."""
         child, error, self._error = self._child, self._error, self._error or "the engine process is closed"
         torch.set_num_threads(self._trainer_threads)
         if child is None:

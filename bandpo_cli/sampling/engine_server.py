@@ -34,15 +34,12 @@ from bandpo_cli.sampling.sampler import (
     error_text,
 )
 
-SLOTS = 2
-"""Weights in the shared memory: the trainer writes one while the engine reads the other."""
+SLOTS = 2  # Weights in the shared memory: the trainer writes one while the engine reads the other
 
-NO_MORE = "no more requests"
-"""The trainer's answer where an engine has room for a request."""
+NO_MORE = "no more requests"  # The trainer's answer where an engine has room for a request
 
 _ALIGNMENT = 256
-_HANDLE_DEVICE = 6
-"""Index of the number of the GPU in the arguments of `rebuild_cuda_tensor`."""
+_HANDLE_DEVICE = 6  # Index of the number of the GPU in the arguments of `rebuild_cuda_tensor`
 
 
 class Answer(NamedTuple):
@@ -104,10 +101,7 @@ class EngineServer:
         deterministic: bool,
         gpu: int | None,
     ) -> None:
-        """Build the engine, with a policy if it gets the settings of the model.
-
-        `gpu` is the number of the trainer's GPU in this process if the weights come through its memory.
-        """
+        """Build the engine, with a policy if it gets the settings of the model; `gpu` is the trainer's."""
         self._slots = receive_slots(self._pipe, gpu)
         torch.set_num_threads(threads)
         if deterministic:
@@ -130,10 +124,7 @@ class EngineServer:
         self._is_current = True
 
     def stream(self, params: SamplingParams, in_order: bool) -> None:
-        """Send number and completions of each request; the trainer answers each with whether it takes more.
-
-        A request is None where there is none at present.
-        """
+        """Send number and completions of each request; the trainer answers each with whether it takes more."""
         if not self._is_current:
             raise StaleEngineError("the engine process has no complete weights since the last sync failed")
 

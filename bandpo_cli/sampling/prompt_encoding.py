@@ -24,8 +24,7 @@ from bandpo_cli.registries import TEMPLATES
 from bandpo_cli.tasks.task import build_prompt, compatibility_form
 from bandpo_cli.types import Message, Problem
 
-COMPARED = 32
-"""First problems of a set whose prompts are compared with their questions."""
+COMPARED = 32  # First problems of a set whose prompts are compared with their questions
 _ANSWER, _RESULT = "7-2-9-4-1", "5-8-3-6-0"
 """Messages that are found in a rendered template, which changes none of their characters, nor their case."""
 _BREAK = "\ufdd0"
@@ -103,10 +102,7 @@ class PromptEncoder:
         return cls(tokenizer, config.model.prompts, arguments, rows)
 
     def encode(self, problems_P: Sequence[Problem]) -> list[EncodedPrompt]:
-        """Return the prompts of `problems_P` as text and tokens.
-
-        Raise ConfigError if the chat template refuses the messages or ignores an argument, or a token has no embedding.
-        """
+        """Return prompts as text and tokens; ConfigError if the template refuses one, or a token has no embedding."""
         texts = [self._text(problem) for problem in problems_P]
         # A plain-text prompt is in the task's own format, and a chat template writes special tokens itself. Only raw
         # joined messages get the special tokens that the tokenizer adds before a text (a beginning-of-sequence token).
@@ -304,10 +300,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def drop_long_prompts(
     encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig, notes: list[str]
 ) -> Sequence[Problem]:
-    """Return the problems whose prompts are not empty and not too long; add lines on them to `notes`.
-
-    Raise ConfigError if there are no problems, all prompts are too long, or two questions have the same prompt.
-    """
+    """Return the problems whose prompts fit, and add lines to `notes`; ConfigError if none fits, or two are equal."""
     limit = config.sampling.max_prompt_tokens
     if not problems:
         raise ConfigError(f"'{label}' has no problems")

@@ -35,22 +35,14 @@ from bandpo_cli.types import (
 
 @dataclass
 class Prompts:
-    """The problems of a run or an evaluation whose prompts fit.
-
-    Attributes:
-        train: those of training; empty for an evaluation.
-        heldout: those of each evaluation set, by label.
-        conversations: samples the turns of a task with tools or an environment; None for another task.
-        notes: messages about the data for the user, one line each.
-        model_config: config.json of the model, of an adapter that of its base.
-    """
+    """The problems of a run or an evaluation whose prompts fit."""
 
     encoder: PromptEncoder
-    train: Sequence[Problem]
-    heldout: Mapping[str, Sequence[Problem]]
-    conversations: Conversations | None
-    notes: list[str]
-    model_config: PreTrainedConfig
+    train: Sequence[Problem]  # empty for an evaluation
+    heldout: Mapping[str, Sequence[Problem]]  # of each evaluation set, by label
+    conversations: Conversations | None  # samples the turns of a task with tools or an environment
+    notes: list[str]  # messages about the data for the user, one line each
+    model_config: PreTrainedConfig  # config.json of the model, of an adapter that of its base
 
 
 @dataclass
@@ -184,10 +176,7 @@ def problem_per_completion(
 
 
 def with_coins(problems: Sequence[Problem], samples: int, seed: int, probability: float) -> list[Problem]:
-    """Return the problems of completions, [P·n], each with the side of a coin for the grader `random`.
-
-    The coin of a completion depends on the seed of its prompt, `seed + i` for prompt i, and its number alone.
-    """
+    """Return the problems of completions, [P·n], each with the side of a coin by its prompt's seed and its number."""
     tossed = []
     for index, problem in enumerate(problems):
         number = derive_seed(seed + index // samples, "coin", index % samples)
@@ -212,10 +201,7 @@ def graded_groups(
     reward: RewardConfig,
     max_tokens: int,
 ) -> list[Group]:
-    """Return one group per problem with the graded completions and their shaped rewards.
-
-    `texts` and `grades` are those of all completions, [P·G]; `max_tokens` is the most that a completion may have.
-    """
+    """Return one group per problem with the graded completions [P·G] and their shaped rewards."""
     lengths = [len(completion.token_ids) for completions in completions_PG for completion in completions]
     graded = zip(texts, grades, shaped_rewards(grades, lengths, max_tokens, reward), strict=True)
     groups = []

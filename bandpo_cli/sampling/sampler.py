@@ -30,34 +30,22 @@ from bandpo_cli.sampling.tool_calls import StopStrings
 from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason
 
 TokenIds = Sequence[int]
-Weights = Iterable[tuple[str, Tensor]]
-"""Tensors under their names in a checkpoint."""
+Weights = Iterable[tuple[str, Tensor]]  # Tensors under their names in a checkpoint
 
-KEPT_UNTIL = 0.9
-"""Ended completions are removed from the batch when at most this share of it is running."""
-DRAWN_STEPS = 64
-"""Tokens of a completion for which random numbers are drawn at a time."""
+KEPT_UNTIL = 0.9  # Ended completions are removed from the batch when at most this share of it is running
+DRAWN_STEPS = 64  # Tokens of a completion for which random numbers are drawn at a time
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings of one sampling call. There is no top-p or top-k: both would make π_old another distribution.
+    """Settings of one sampling call. There is no top-p or top-k: both would make π_old another distribution."""
 
-    Attributes:
-        samples: completions per prompt (n).
-        temperature: divisor of the logits; reported log-probs are those of the divided logits.
-        max_tokens: maximum tokens per completion, its end token included.
-        stop_ids: ids of the tokens that end a completion.
-        entropy: report the entropy at each token (`Completion.entropies`), if the engine can.
-        stops: end completions at the stop strings of the engine's settings, too.
-    """
-
-    samples: int
-    temperature: float
-    max_tokens: int
-    stop_ids: tuple[int, ...]
-    entropy: bool = False
-    stops: bool = True
+    samples: int  # completions per prompt (n)
+    temperature: float  # divisor of the logits; reported log-probs are those of the divided logits
+    max_tokens: int  # per completion, its end token included
+    stop_ids: tuple[int, ...]  # of the tokens that end a completion
+    entropy: bool = False  # report the entropy at each token (`Completion.entropies`), if the engine can
+    stops: bool = True  # end completions at the stop strings of the engine's settings, too
 
 
 class Turn(NamedTuple):
@@ -93,15 +81,10 @@ class Sampler(ABC):
     """Samples completions from the policy's current weights: an engine defines `sample_stream` and `sync`.
 
     A training step samples (in one or more calls), then calls `sleep`, and after the update `sync`.
-
-    Attributes:
-        shares_weights: the engine runs the trainer's own model; see `is_exact` for its log-probs.
-        streams: the engine samples several requests at the same time. The turns of a conversation are then requests
-            of their own, and none waits for another.
     """
 
-    shares_weights = False
-    streams = False
+    shares_weights = False  # the engine runs the trainer's own model; see `is_exact` for its log-probs
+    streams = False  # it samples several requests at a time, and no turn of a conversation waits for another
 
     @abstractmethod
     def sample_stream(self, requests: Requests, params: SamplingParams, in_order: bool = True) -> Stream:
@@ -216,10 +199,7 @@ def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
 
 @dataclass(eq=False)
 class TransformersSampler(Sampler):
-    """Prefills each prompt once, repeats its cache n times, and removes ended completions from the batch.
-
-    At most `max_sequences` completions are sampled at the same time, but at least those of one prompt.
-    """
+    """Prefills each prompt once, repeats its cache n times, and removes ended completions from the batch."""
 
     model: PreTrainedModel
     pad_id: int

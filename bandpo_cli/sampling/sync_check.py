@@ -23,8 +23,7 @@ SAMPLES, COMPLETION_TOKENS = 4, 8
 PROMPT_TOKENS = 72
 """Length of the probe's prompt: more than two blocks of the engine's prefix cache (16 tokens, 32 on a CPU), so that a
 cache which a sync has not cleared is read."""
-CHECK_EVERY = 10
-"""Syncs of which one is checked completely."""
+CHECK_EVERY = 10  # Syncs of which one is checked completely
 ATTEMPTS = 2
 """Probes, with other tokens each, of which one must be within the limit: a single outlier does not end a run."""
 LIMITS = {
@@ -35,8 +34,7 @@ LIMITS = {
 """Largest mean absolute difference of the log-probs in nats, by device type and dtype of the weights."""
 HALF_PRECISION_LIMIT = 0.1
 """The same for 16-bit weights, whose kernels round differently in the engine and in the trainer."""
-_START = "1 + 1 ="
-"""Text from which the policy samples the first prompt of the probe."""
+_START = "1 + 1 ="  # Text from which the policy samples the first prompt of the probe
 
 
 def probe_limit(model: PreTrainedModel) -> float:
@@ -50,19 +48,13 @@ class SyncCheck:
     The engine continues a prompt; the trainer computes the log-probs of the sampled tokens. The prompt is the start of
     the latest rollout that was long enough, whose keys and values under the old weights are in the engine's cache: a
     sync that does not clear the cache is noticed. Before the first rollout the policy itself samples the prompt.
-
-    Attributes:
-        gap: mean absolute difference of the log-probs in nats, of the latest attempt and the rank where it is largest.
     """
 
-    gap = math.nan
+    gap = math.nan  # of the log-probs in nats, of the latest attempt and the rank where it is largest
     _remaining = 0  # syncs before the next complete check
 
     def __init__(self, policy: Policy | None, max_model_len: int) -> None:
-        """Sample the first prompt with the trainer's model; without a policy `check` compares nothing.
-
-        The engine allows `max_model_len` tokens, at least 2.
-        """
+        """Sample the first prompt with the policy, if any; the engine allows `max_model_len` tokens, at least 2."""
         completion = min(COMPLETION_TOKENS, max_model_len - 1)
         self._params = SamplingParams(SAMPLES, 1.0, completion, stop_ids=(), stops=False)
         self._length = min(PROMPT_TOKENS, max_model_len - completion)
@@ -71,10 +63,7 @@ class SyncCheck:
 
     @contextmanager
     def scheduled(self, always: bool = False) -> Iterator[bool]:
-        """Yield whether the sync of the block is checked completely, in any case with `always`.
-
-        The sync counts if the block raises no error.
-        """
+        """Yield whether the sync of the block is checked completely, as with `always`; a failed sync does not count."""
         remaining, self._remaining = 0 if always else self._remaining, 0
         yield remaining == 0
         self._remaining = (remaining or CHECK_EVERY) - 1
@@ -108,10 +97,7 @@ class SyncCheck:
 
 @torch.no_grad()
 def mean_gap(model: PreTrainedModel, prompt: Sequence[int], completions: Sequence[Completion]) -> float:
-    """Return the mean absolute difference in nats between reported log-probs and those of the trainer's model.
-
-    The completions continue `prompt`, have one length, and were sampled at temperature 1.
-    """
+    """Return the mean absolute difference in nats between reported log-probs and those of the trainer's model."""
     rows = torch.tensor([[*prompt, *completion.token_ids] for completion in completions], device=model.device)
     reported = torch.tensor([completion.logprobs for completion in completions])
     count = reported.shape[1]

@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.errors import first_line
 
-MAX_CALLS = 32
-"""Calls of a message that are made; a single error answers the others."""
+MAX_CALLS = 32  # Calls of a message that are made; a single error answers the others
 
 MAX_CALL_CHARS, MAX_CALL_DEPTH = 1 << 16, 64
 """Characters of a call as JSON, and levels of its lists and objects. Python's json fails at about 1,000 levels."""
@@ -25,8 +24,7 @@ _BARE_CALL = re.compile(r"\s*(?:```(?:json)?\s*(\{.*\})\s*```|(\{.*\}))\s*", re.
 class StopStrings:
     """Texts that end a completion (`sampling.stop`), found in its tokens alone: all engines end at the same token.
 
-    The text has special tokens too, and not the prompt. The last `tail` tokens decide whether the last one ends
-    the completion.
+    The text has special tokens too, and not the prompt. Its last `tail` tokens decide.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:

@@ -73,11 +73,7 @@ MAX_QUEUED = 8192
 
 
 class VllmSampler(Sampler):
-    """`vllm.LLM` in this process; see `Sampler` for the contract of each method.
-
-    Attributes:
-        check: the comparison of log-probs with the policy's model after a sync.
-    """
+    """`vllm.LLM` in this process; see `Sampler` for the contract of each method."""
 
     streams = True
 

@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-Weights = Iterable[tuple[str, torch.Tensor]]
-"""Tensors under their names in a checkpoint."""
+Weights = Iterable[tuple[str, torch.Tensor]]  # Tensors under their names in a checkpoint
 
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MAX_ROWS = 1024
-"""Rows of a matrix that are compared after a sync."""
+_MAX_ROWS = 1024  # Rows of a matrix that are compared after a sync
 _INHERITED_VARIABLES = ("LD_PRELOAD", "LD_LIBRARY_PATH")
 """Environment variables that vLLM sets and every process started later inherits."""
 

@@ -32,11 +32,11 @@ PARENT = "parent"
 """The entry of `env.json` of a fork: `run`, `path` and `step` of the checkpoint that it continues, `changed`, the
 settings that differ, with the values of that run and of the fork; and if that run is a fork, its own entry."""
 
-EVALUATION_SETTINGS = (
-    "task.", "sampling.max_", "sampling.engine", "model.prompts", "grading.deadline", "evaluation.problems",
-    "evaluation.samples", "evaluation.temperature",
-)  # fmt: skip
-"""Beginnings of the settings that change the problems, completions or verdicts of an evaluation, besides the model."""
+changes_evaluations = re.compile(
+    r"task\..+|sampling\.(max_tokens|max_prompt_tokens|max_sequences|stop|engine)|grading\.(deadline|memory_gb)|"
+    r"model\.(prompts|chat_template_kwargs.*)|evaluation\.(problems|samples|temperature)"
+).fullmatch
+"""Matches the settings that change the problems, completions or verdicts of an evaluation, besides seed and model."""
 
 DURATIONS = ("step", "time/step", "time/checkpoint")
 """Metrics from which the times of the steps are computed."""
@@ -127,12 +127,12 @@ def iterate_forks(run: Path) -> Iterator[Record]:
 
 
 def last_change(run: Path) -> tuple[int, str]:
-    """Return the last step after which a fork changed `EVALUATION_SETTINGS`, and their names; (-1, "") without one.
+    """Return the last step after which a fork changed settings of evaluations, and their names; (-1, "") without one.
 
     Later evaluations cannot be compared with those up to this step.
     """
     for fork in iterate_forks(run):
-        if keys := [key for key in fork.get("changed", ()) if key.startswith(EVALUATION_SETTINGS)]:
+        if keys := [key for key in fork.get("changed", ()) if changes_evaluations(key)]:
             return fork["step"], ", ".join(keys)
     return -1, ""
 

@@ -37,8 +37,7 @@ from bandpo_cli.tasks.rows import (
 from bandpo_cli.tasks.task import Task, bare_question, build_prompt, compatibility_form, hash_order, text_hash
 from bandpo_cli.types import Message, Problem, Prompt, messages_of
 
-SAMPLE_ROWS = 1000
-"""The fields are chosen by these first rows, so that a file of millions is read only once."""
+SAMPLE_ROWS = 1000  # The fields are chosen by these first rows, so that a file of millions is read only once
 
 ROLES = ("system", "user", "assistant")
 
@@ -292,10 +291,7 @@ def question_key(prompt: Prompt) -> str:
 
 
 def read_question(row: Mapping[str, Any], names: Fields, where: str) -> Question | None:
-    """Read the question of a row, a text or chat messages; return None for blank text and for values of other types.
-
-    Raise ConfigError if a list, or its JSON text, cannot be read as chat messages; the message begins with `where`.
-    """
+    """Read the question of a row, None for blank text and other types; raise ConfigError for wrong chat messages."""
     value = chat_value(value_at(row, names.question))
     prompt: Prompt | None = clean_text(value)
     solution = None

@@ -35,8 +35,7 @@ _PROCESS_SOURCE = (
     "import sys; sys.path[:] = {path!r}; import bandpo_cli.tasks.reasoning_gym as gym; gym.main()"
 )
 _GRADER = "reasoning-gym"
-_MAX_ROUNDS = 4
-"""Data sets of the requested size that are made in the search for distinct problems."""
+_MAX_ROUNDS = 4  # Data sets of the requested size that are made in the search for distinct problems
 
 
 class ReasoningGym(Task):

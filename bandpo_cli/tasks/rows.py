@@ -23,8 +23,7 @@ from bandpo_cli.paths import check_regular_file, path_exists, user_path
 from bandpo_cli.registries import DATASETS, Dataset
 
 Row = dict[str, Any]
-SplitName = Literal["train", "heldout"]
-"""The setting that names a source: `task.train` or `task.heldout`."""
+SplitName = Literal["train", "heldout"]  # The setting that names a source: `task.train` or `task.heldout`
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LABEL_CHARS = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -132,10 +131,7 @@ def _read_dataset(source: Source, part: SplitName, revision: str | None) -> Iter
 
 
 def source_label(source: Source) -> str:
-    """Return the name of a source in metrics: its label, else the name of the data set, else the name of the file.
-
-    Characters that are not allowed in a metric name are replaced; raise ConfigError if no character is allowed.
-    """
+    """Return label, data set or file name of a source in the characters of metric names; ConfigError without any."""
     if given := source.label or source.name:
         return given
     path = Path(str(source.path))

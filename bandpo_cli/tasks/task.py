@@ -24,12 +24,6 @@ class Task:
     """A source of training problems and evaluation sets, which share no problem id.
 
     The sequences are the same on every machine and in every process, and any prefix of one is a fair sample of it.
-
-    Attributes:
-        name: the name of the task in the config.
-        train_problems: returns the problems to train on; the first call makes them, and may raise ConfigError.
-        heldout_sets: returns the evaluation sets by label, the `<task>` of the metric names `eval/<task>/...`.
-        notes: lines for the user on the problems read so far: counts, and what was dropped and why.
     """
 
     def __init__(
@@ -38,15 +32,14 @@ class Task:
         train: Callable[[], Sequence[Problem]],
         heldout: Callable[[], Mapping[str, Sequence[Problem]]],
     ) -> None:
-        self.name, self.notes = name, list[str]()
-        self.train_problems, self.heldout_sets = cache(train), cache(heldout)
+        self.name = name  # in the config
+        self.notes: list[str] = []  # for the user: counts, and what was dropped and why
+        self.train_problems = cache(train)  # the first call makes them, and may raise ConfigError
+        self.heldout_sets = cache(heldout)  # by label, the `<task>` of the metric names `eval/<task>/...`
 
 
 def build_task(config: TaskSettings) -> Task:
-    """Return the task of these settings; raise ConfigError if they leave it no problems, or its package is missing.
-
-    Files and data sets are read, and raise ConfigError, when their problems are first needed.
-    """
+    """Return the task of these settings, whose data are read later; ConfigError for no problems or no package."""
     entry = TASKS[task_kind(config.name)]
     check_package(entry)
     task: Task = load_attribute(entry.build)(config)
@@ -109,14 +102,11 @@ def compatibility_form(text: str) -> str:
 
 @dataclass
 class ProblemStream:
-    """An endless stream of shuffled epochs: the problem at position i is a pure function of (problems, seed, i).
-
-    `position`, the number of problems returned so far, is the only state: a checkpoint stores it.
-    """
+    """An endless stream of shuffled epochs: the problem at position i depends on (problems, seed, i) alone."""
 
     problems: Sequence[Problem]
     seed: int
-    position: int = 0
+    position: int = 0  # the number of problems returned so far, the only state, which a checkpoint stores
     _epoch: int = -1
     _order: Sequence[int] = ()
 
@@ -140,10 +130,8 @@ class ProblemStream:
         return problems
 
 
-CALCULATOR_FACTORS = range(11, 100)
-"""The factors of a product in the task `calculator`."""
-CALCULATOR_HELDOUT = 0.1
-"""Share of the problems of `calculator` that are held out."""
+CALCULATOR_FACTORS = range(11, 100)  # The factors of a product in the task `calculator`
+CALCULATOR_HELDOUT = 0.1  # Share of the problems of `calculator` that are held out
 
 
 def _split(name: str, ranked: list[tuple[float, Problem]], heldout_fraction: float) -> Task:
@@ -159,10 +147,7 @@ def _split(name: str, ranked: list[tuple[float, Problem]], heldout_fraction: flo
 
 
 def countdown(config: CountdownTask) -> Task:
-    """Return the task whose answer to "1 3 7 8=28:" is an expression that uses each number once, as "3*7+8-1".
-
-    Raise ConfigError if the settings leave no training or no held-out problem.
-    """
+    """Return the task whose answer to "1 3 7 8=28:" is "3*7+8-1"; raise ConfigError if there are no problems."""
     ranked = []
     for chosen in combinations_with_replacement(range(1, config.max_number + 1), config.numbers):
         numbers = " ".join(map(str, chosen))

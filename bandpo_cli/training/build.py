@@ -33,27 +33,17 @@ from bandpo_cli.types import derive_seed
 
 @dataclass
 class Components(SamplingSetup):
-    """The objects that the training loop uses.
+    """The objects that the training loop uses."""
 
-    Attributes:
-        reference: a frozen copy of the initial policy for the KL penalty; None without `objective.reference_kl`.
-        stream: the training problems in the order of the run's seed.
-        grader: the worker processes that grade completions.
-        sampler: the sampling engine, with the policy's weights.
-        params: sampling parameters of training.
-        ahead: the batches of the next steps that are sampled and not trained on yet (`sampling.max_lag`), in order.
-        entropy_coefficient, entropy_bonus: as in `Progress`.
-    """
-
-    reference: Policy | None
-    stream: ProblemStream
-    grader: GraderPool
-    sampler: Sampler
+    reference: Policy | None  # the initial policy, frozen; None without `objective.reference_kl`
+    stream: ProblemStream  # the training problems in the order of the run's seed
+    grader: GraderPool  # the worker processes that grade completions
+    sampler: Sampler  # the sampling engine, with the policy's weights
     optimizer: Optimizer
-    params: SamplingParams
+    params: SamplingParams  # of training
     ranks: Ranks
-    ahead: deque[SampledGroups] = field(default_factory=deque)
-    entropy_coefficient: float = 0.0
+    ahead: deque[SampledGroups] = field(default_factory=deque)  # for the next steps
+    entropy_coefficient: float = 0.0  # as in `Progress`
     entropy_bonus: float = 0.0
 
     @cached_property
@@ -123,10 +113,7 @@ class Components(SamplingSetup):
 
 
 def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Components:
-    """Load the model and build all components from the config; all ranks call this together.
-
-    Raise UserError if the model or the data cannot be loaded, or a prompt limit leaves no problem.
-    """
+    """Load the model and build all components; all ranks call this together. Errors as in `set_up_sampling`."""
     torch.manual_seed(config.seed)
     setup = set_up_sampling(config, task, ranks)
     policy = setup.policy

@@ -56,18 +56,12 @@ MAX_SHARE = 0.5
 
 @dataclass(frozen=True)
 class TrainedState:
-    """The content of a checkpoint; the tensors are those in use, or a copy of them.
+    """The content of a checkpoint; the tensors are those in use, or a copy of them."""
 
-    Attributes:
-        weights: what `weights_to_save` returns, with several ranks on rank 0 only; tied weights share their memory.
-        optimizer: what `Optimizer.state` returns.
-        ahead: the batches that are sampled ahead.
-    """
-
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]  # of `weights_to_save`; tied ones share their memory
+    optimizer: Mapping[str, Tensor]  # what `Optimizer.state` returns
     progress: checkpoints.Progress
-    ahead: Sequence[SampledGroups] = ()
+    ahead: Sequence[SampledGroups] = ()  # the batches that are sampled ahead
 
     @property
     def nbytes(self) -> int:
@@ -78,11 +72,7 @@ class TrainedState:
 
 
 def check_savable(policy: Policy, state: TrainedState, folder: Path) -> None:
-    """Check that the weights can be saved and that the disk has space; all ranks must call this together.
-
-    Raise NonFiniteError if weights are not finite. Raise RunError if the disk has less free space than the checkpoint
-    needs.
-    """
+    """Raise NonFiniteError if weights are not finite, RunError if the disk lacks space, on all ranks together."""
     policy.ranks.agree(lambda: check_finite_weights(policy.model))
     needed = state.nbytes + RESERVED_BYTES
 
@@ -310,10 +300,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             raise
 
     def prepare(self, step: int) -> None:
-        """Copy the state after `step`, or write its checkpoint at once; wait for the one before.
-
-        Raise the errors of `check_savable` and `write_checkpoint`.
-        """
+        """Copy the state after `step`, or write its checkpoint at once; wait for the one before."""
         self.wait()
         components, policy = self._components, self._components.policy
         weights, optimizer = weights_to_save(policy.model, self._ranks), components.optimizer.state()

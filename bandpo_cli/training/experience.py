@@ -34,16 +34,11 @@ from bandpo_cli.types import Group
 
 
 class MicroBatch(NamedTuple):
-    """Complete completions that go through the model in one pass: n sampled tokens of s completions.
-
-    Attributes:
-        span: [n] int64, index of each sampled token among the N of the update.
-        sequences: [s] int64, index of each completion among the S of the update.
-    """
+    """Complete completions that go through the model in one pass: n sampled tokens of s completions."""
 
     tokens: packing.TokenBatch
-    span: Tensor
-    sequences: Tensor
+    span: Tensor  # [n] int64, index of each sampled token among the N of the update
+    sequences: Tensor  # [s] int64, index of each completion among the S of the update
 
 
 Batch = TypeVar("Batch", bound=LossBatch)
@@ -54,19 +49,12 @@ one without gradient before the updates."""
 
 
 class OldPolicy(NamedTuple):
-    """The source of an update's values under π_old, and the passes of the trainer that measure them.
+    """The source of an update's values under π_old, and the passes of the trainer that measure them."""
 
-    Attributes:
-        source: of the log-probs that the ratio is taken to.
-        measured: the pass that gives the log-probs and entropies by the trainer; None for the values of the sampler.
-        measures_left_out: an extra pass gives those of the groups that are left out of the update, too.
-        is_exact: the sampler's log-probs need no correction; see `sampling.sampler.is_exact`.
-    """
-
-    source: Literal["sampler"] | Pass
-    measured: Pass | None
-    measures_left_out: bool
-    is_exact: bool
+    source: Literal["sampler"] | Pass  # of the log-probs that the ratio is taken to
+    measured: Pass | None  # gives log-probs and entropies by the trainer; None for the values of the sampler
+    measures_left_out: bool  # an extra pass gives those of the groups that are left out of the update, too
+    is_exact: bool  # the sampler's log-probs need no correction; see `sampling.sampler.is_exact`
 
 
 def old_policy(groups: Sequence[Group], loss: PolicyLoss, is_exact: bool, is_first: bool) -> OldPolicy:
@@ -94,33 +82,22 @@ def old_policy(groups: Sequence[Group], loss: PolicyLoss, is_exact: bool, is_fir
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(LossBatch):
-    """The N tokens of an update's S completions, or of some of them.
+    """The N tokens of an update's S completions, or of some of them."""
 
-    Attributes:
-        groups: the P groups that the completions belong to.
-        has_loss: [S] bool on the CPU, False for a completion that `objective.mask_truncated` masks: it has no loss, and
-            does not count in the normalisation of the loss.
-        micro_batches: the completions of this rank as the model's input; as many on every rank.
-        order: [N] int64, index in the update of each token in the order of the ranks and their micro-batches; None with
-            one rank, where both orders are the same.
-        sampler_logprobs: as in `LossBatch`; also `old_logprobs`, until the source `old` has given other ones.
-        trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them; None where it does not.
-        entropy: [N] float32, entropy of π_old at T=1, by the trainer, else by the sampler; None where neither is known.
-        entropy_threshold: the lowest entropy of a `chosen` token, scalar; None without `objective.top_entropy`.
-        left_out: the tokens of the update's other groups, whose advantages are all 0. They do not go through the model
-            in the update, but count in the normalisation of the loss and in the metrics that need no ratio.
-    """
-
-    groups: Sequence[Group]
+    groups: Sequence[Group]  # the P groups that the completions belong to
+    # [S] bool on the CPU, False for a completion that `objective.mask_truncated` masks: it has no loss, and does not
+    # count in the normalisation of the loss.
     has_loss: Tensor
-    micro_batches: Sequence[MicroBatch]
-    order: Tensor | None
-    sampler_logprobs: Tensor
+    micro_batches: Sequence[MicroBatch]  # the completions of this rank; as many micro-batches on every rank
+    order: Tensor | None  # [N] int64, index in the update of each token in the order of several ranks
+    sampler_logprobs: Tensor  # also `old_logprobs`, until the source `old` has given other ones
     loss: PolicyLoss
     old: OldPolicy
-    trainer_logprobs: Tensor | None = None
-    entropy: Tensor | None = None
-    entropy_threshold: Tensor | None = None
+    trainer_logprobs: Tensor | None = None  # [N] float32, log-probs of π_old as the trainer computes them
+    entropy: Tensor | None = None  # [N] float32, of π_old at T=1, by the trainer, else by the sampler
+    entropy_threshold: Tensor | None = None  # the lowest entropy of a `chosen` token, scalar
+    # The tokens of the update's other groups, whose advantages are all 0. They do not go through the model in the
+    # update, but count in the normalisation of the loss and in the metrics that need no ratio.
     left_out: Experience | None = None
 
     @property
@@ -163,10 +140,7 @@ class Experience(LossBatch):
         return advantages
 
     def batch(self, part: MicroBatch, logprobs: Tensor) -> LossBatch:
-        """Return the values of the tokens of one of `micro_batches`.
-
-        `logprobs`, [n], are those of the pass of the update, which may be the source of the values under π_old.
-        """
+        """Return the values of the tokens of one of `micro_batches`, whose pass has given `logprobs`, [n]."""
         tokens, completions = part.span, part.sequences
         batch = LossBatch(
             lengths=self.lengths[completions],
@@ -184,10 +158,7 @@ class Experience(LossBatch):
         return batch
 
     def _under_trainer(self, batch: Batch, logprobs: Tensor) -> Batch:
-        """Return n tokens with the ratio taken to log-probs of π_old by the trainer, [n] float32.
-
-        Importance weights and the columns of the method follow from them.
-        """
+        """Return n tokens with log-probs of the trainer, [n], as those of π_old, and the columns that follow."""
         weights = None
         if not self.old.is_exact:
             weights = importance_weights(logprobs, batch.sampled_logprobs, batch.lengths, self.loss.objective)
@@ -196,20 +167,14 @@ class Experience(LossBatch):
         return replace(batch, old_logprobs=logprobs, importance_weights=weights, columns=columns)
 
     def gather(self, ranks: Ranks, columns: Sequence[Tensor]) -> list[Tensor]:
-        """Return the values of all ranks, [N] each, in the order of the update.
-
-        `columns` are of one dtype and have the values of the tokens of `micro_batches`, one after another.
-        """
+        """Return the values of all ranks, [N] each, from columns of one dtype in the order of `micro_batches`."""
         gathered = ranks.concatenate(columns)
         if self.order is None:
             return gathered
         return [torch.empty_like(column).index_copy_(0, self.order, column) for column in gathered]
 
     def measured(self, logprobs: Tensor, entropy: Tensor | None) -> Experience:
-        """Return the experience with log-probs and entropies (None: those of the sampler) by the trainer, [N] float32.
-
-        The ratio is taken to these log-probs unless its source is the sampler.
-        """
+        """Return the experience with values by the trainer, [N] float32; the entropies of the sampler stay for None."""
         entropy = self.entropy if entropy is None else entropy
         experience = replace(self, trainer_logprobs=logprobs, entropy=entropy)
         if self.old.source == "sampler":
@@ -287,10 +252,7 @@ def prepare_updates(
 
 
 def _with_chosen(experience: Experience, share: float) -> Experience:
-    """Return the experience with the share of tokens that have the highest entropy as `chosen`.
-
-    The share is one of the tokens of all groups and ranks, without those that `objective.mask_truncated` masks.
-    """
+    """Return the experience with the share of all unmasked tokens that have the highest entropy as `chosen`."""
     columns = []
     for part in experience.parts:
         assert part.entropy is not None

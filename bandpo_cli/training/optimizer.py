@@ -15,12 +15,10 @@ from bandpo_cli.errors import RunError
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.weights import forward_dtype, full_tensor, is_sharded
 
-FUSED_DEVICES = ("cpu", "cuda")
-"""Device types for which torch's AdamW has a fused kernel."""
+FUSED_DEVICES = ("cpu", "cuda")  # Device types for which torch's AdamW has a fused kernel
 
 
-UNCLIPPED = 0.999
-"""Share of `optim.max_grad_norm` up to which torch would multiply the gradient by exactly 1."""
+UNCLIPPED = 0.999  # Share of `optim.max_grad_norm` up to which torch would multiply the gradient by exactly 1
 
 
 class NonFiniteError(RunError):
@@ -56,13 +54,6 @@ class Optimizer:
     A parameter of a narrower type than float32 has a float32 master copy: the gradient is accumulated in the master
     and AdamW updates it, so that small gradients and steps are not lost to rounding. The model receives the rounded
     result.
-
-    Attributes:
-        update: number of updates so far, including skipped ones: the position in the schedule, and the version of
-            the weights.
-        skipped_in_a_row: number of consecutive skipped updates up to now; 0 after an applied one.
-        scaler: the factor on the loss of a model in float16, whose smallest gradients would become 0 without it;
-            disabled, with the factor 1, for other models.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, total_updates: int) -> None:
@@ -80,6 +71,7 @@ class Optimizer:
         }
         is_float16 = torch.float16 in {saved, *(parameter.dtype for parameter in trained.values())}
         device = self._parameters[0].device.type
+        # The factor on the loss of a model in float16, whose smallest gradients would become 0 without it.
         self.scaler = GradScaler(device, growth_interval=GROWTH_UPDATES, enabled=is_float16)
         self._fused = all(parameter.device.type in FUSED_DEVICES for parameter in self._parameters)
         self._adamw = torch.optim.AdamW(
@@ -92,7 +84,8 @@ class Optimizer:
             # bytes per parameter.
             fused=self._fused,
         )
-        self.update = self.skipped_in_a_row = 0
+        self.update = 0  # with skipped ones: the position in the schedule, and the version of the weights
+        self.skipped_in_a_row = 0
 
     @property
     def lr(self) -> float:
@@ -113,10 +106,7 @@ class Optimizer:
         return state
 
     def empty_state(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """Return tensors for `load_state` to read a saved state of these shapes into: masters, and new moments.
-
-        Raise ValueError if the state belongs to a model with other parameters or types.
-        """
+        """Return masters, and new moments of these shapes, to read a state into; errors as in `load_state`."""
         self._check_keys(shapes)
         state: dict[str, Tensor] = {}
         for key, shape in shapes.items():
@@ -127,10 +117,7 @@ class Optimizer:
         return state
 
     def load_state(self, state: Mapping[str, Tensor], update: int, skipped_in_a_row: int) -> None:
-        """Load the state saved after `update` updates; the model must have the weights of that checkpoint.
-
-        Raise ValueError if the state belongs to a model with other parameters or types.
-        """
+        """Load the state after `update` updates; raise ValueError if it belongs to other parameters or types."""
         self._check_keys(state)
         for key, tensor in state.items():
             name, _, kind = key.rpartition(".")
@@ -183,10 +170,7 @@ class Optimizer:
         return norm
 
     def skip(self, overflow: bool = False) -> None:
-        """Skip an update: weights, masters and moments stay, the learning-rate schedule advances.
-
-        After an overflow in float16 the factor on the loss is halved, and `skipped_in_a_row` stays.
-        """
+        """Skip an update: only the schedule advances; after an `overflow` in float16 the loss scale is halved."""
         self.scaler.update(None if overflow else self.scaler.get_scale())
         self.update += 1
         self.skipped_in_a_row += not overflow

@@ -115,11 +115,7 @@ def sampling_rows(groups: Iterable[Group], prompt_once: bool) -> Iterator[tuple[
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak FLOP/s in bfloat16 of a card; None for a card that `PEAK_FLOPS` does not have.
-
-    A name matches if all words of the key are among its words: `H100 PCIe` in `NVIDIA H100 PCIe`. The key with most
-    words wins.
-    """
+    """Return the peak FLOP/s in bfloat16 of a card, of the longest key whose words its name has; None without one."""
     words = set(device_name.replace("-", " ").split())
     if words & _OTHER_CARDS:
         return None
@@ -133,19 +129,10 @@ class PackedWork:
     Two FLOPs per weight and token for the layers, two per weight and predicted token for the output layer, and four
     per layer, head dimension and pair of a token with one that it attends to. (Chowdhery et al. 2022, arXiv:2204.02311,
     appendix B, but with causal pairs, and a prompt that completions share counts once. Of a mixture of experts, the
-    weights of those that a token passes.)
+    weights of those that a token passes.) A backward pass counts twice as much, or as much for weights that are not
+    trained (LoRA). Recomputation (gradient checkpointing, tiles of logits) is not counted.
 
-    Args:
-        reference: a model of its own for the KL penalty, whose passes count too.
-        prompt_once: how sampling counts in `compute/flops`; see `sampling_rows`.
-
-    Attributes:
-        flops: model FLOPs of the passes: a forward pass once, with its backward pass three times, but twice for weights
-            that are not trained (LoRA). Recomputation (gradient checkpointing, tiles of logits) is not counted.
-        positions: positions that attention computed, padding and copies of prompts included.
-        padding: number of these positions that are padding.
-        peak: peak FLOP/s of the GPU; None where it is unknown, for a mixture of experts, where a token passes only some
-            of the weights, and for models without attention heads.
+    The passes of a `reference` model count too. `prompt_once` is how sampling counts; see `sampling_rows`.
     """
 
     def __init__(
@@ -157,6 +144,7 @@ class PackedWork:
     ) -> None:
         self._ranks, self._device, self._prompt_once = ranks, model.device, prompt_once
         self._models = {model.base_model, model.base_model if reference is None else reference.base_model}
+        # Positions are those that attention computed, padding and copies of prompts included.
         self.flops, self.positions, self.padding, self._memory = 0.0, 0, 0, 0
         modules, head = model.base_model.modules(), model.get_output_embeddings().weight
         embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
@@ -175,7 +163,7 @@ class PackedWork:
         self._per_pair = 4 * text.num_hidden_layers * heads * head_dim
         is_known = heads and not experts
         in_16_bits = forward_dtype(model) in (torch.bfloat16, torch.float16)
-        self.peak = None
+        self.peak = None  # FLOP/s; for a mixture of experts, a token passes only some of the weights
         if self._device.type == "cuda" and is_known and in_16_bits:
             self.peak = peak_flops(torch.cuda.get_device_name(self._device))
 

@@ -100,24 +100,15 @@ class BackgroundCall(threading.Thread):
 
 @dataclass(frozen=True)
 class SampledGroups:
-    """The graded rollouts of a step.
-
-    Attributes:
-        version: number of optimizer updates of the weights that sampled them.
-        age: number of steps between these weights and those that the step starts from.
-        position: place of their first problem in the stream of training problems.
-        seconds: the time that sampling took; 0 after a resume, for which it is not stored.
-        groups: the groups that the step trains on, `sampling.prompts` of them.
-        sampled: all groups sampled for the step, of consecutive problems, also those that dynamic sampling dropped.
-    """
+    """The graded rollouts of a step."""
 
     step: int
-    version: int
-    age: int
-    position: int
-    seconds: float
-    groups: Sequence[Group]
-    sampled: Sequence[Group]
+    version: int  # number of optimizer updates of the weights that sampled them
+    age: int  # number of steps between these weights and those that the step starts from
+    position: int  # of their first problem in the stream of training problems
+    seconds: float  # that sampling took; 0 after a resume, for which they are not stored
+    groups: Sequence[Group]  # those that the step trains on, `sampling.prompts` of them
+    sampled: Sequence[Group]  # all, of consecutive problems, also those that dynamic sampling dropped
 
     @property
     def completions(self) -> list[Completion]:
@@ -327,10 +318,7 @@ def write_sampled(path: Path, batches: Sequence[SampledGroups]) -> None:
 def read_sampled(
     path: Path, stream: ProblemStream, encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase
 ) -> list[SampledGroups]:
-    """Return the batches that `write_sampled` wrote, with their problems, prompts and texts.
-
-    Raise OSError, ValueError, LookupError, TypeError or SafetensorError if the file is damaged.
-    """
+    """Return the batches that `write_sampled` wrote, with their problems, prompts and texts."""
     with safe_open(path, framework="np") as file:
         metadata = json.loads(file.metadata()["rollouts"])
         lengths = file.get_tensor("lengths").tolist()

@@ -32,38 +32,25 @@ from bandpo_cli.training.optimizer import GradientNormError, NonFiniteError, Opt
 
 
 class Forward(NamedTuple):
-    """The forward passes of an update, at the weights before it; all tensors are detached.
+    """The forward passes of an update, at the weights before it; all tensors are detached."""
 
-    Attributes:
-        loss: the update's loss, a scalar on the device.
-        logprobs, ratios: [N], log π(token) in nats, and π/π_old.
-        gradient_weights: [N], as in `LossOutputs`.
-        entropy: [N], entropy of π at T=1, nats; None where it was not asked for.
-    """
-
-    loss: Tensor
-    logprobs: Tensor
-    ratios: Tensor
-    gradient_weights: Tensor
-    entropy: Tensor | None = None
+    loss: Tensor  # of the update, a scalar on the device
+    logprobs: Tensor  # [N], log π(token) in nats
+    ratios: Tensor  # [N], π/π_old
+    gradient_weights: Tensor  # [N], as in `LossOutputs`
+    entropy: Tensor | None = None  # [N], entropy of π at T=1, nats; None where it was not asked for
 
 
 @dataclass
 class AppliedUpdates:
-    """The applied updates of a step: their experiences, forward passes, and gradient norms before clipping.
-
-    Attributes:
-        lr: learning rate of the last update, applied or skipped.
-        loss_scale: the factor on the loss after the last update; None for a model that is not in float16.
-        skipped: the experiences of skipped updates.
-    """
+    """The applied updates of a step: their experiences, forward passes, and gradient norms before clipping."""
 
     trained: list[Experience] = field(default_factory=list)
     forwards: list[Forward] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    lr: float = 0.0
-    loss_scale: float | None = None
-    skipped: list[Experience] = field(default_factory=list)
+    lr: float = 0.0  # of the last update, applied or skipped
+    loss_scale: float | None = None  # after the last update; None for a model that is not in float16
+    skipped: list[Experience] = field(default_factory=list)  # those of skipped updates
 
     def on_host(self) -> Self:
         """Return the updates with their tensors in memory of the host; a GPU is waited for once."""
@@ -121,10 +108,7 @@ def update_policy(
 
 
 def finite_norm(experience: Experience, forward: Forward, norm: Tensor) -> float:
-    """Return the gradient norm of an update as a number, with one transfer from the device for all that is checked.
-
-    Raise NonFiniteError for the first of the experience, the log-probs, the loss and the norm that is not finite.
-    """
+    """Return the gradient norm, by one transfer from the device; raise NonFiniteError where a value is not finite."""
     columns = {
         "the policy's log-probs": experience.trainer_logprobs,
         "the sampler's log-probs": experience.sampler_logprobs,
@@ -221,10 +205,7 @@ def handle_bad_update(
 
 
 def check_finite_weights(model: nn.Module) -> None:
-    """Raise NonFiniteError if weights are not finite; a checkpoint must not contain such weights.
-
-    Of a sharded model, the shards of this rank are checked.
-    """
+    """Raise NonFiniteError if weights of this rank are not finite; a checkpoint must not contain such weights."""
     for name, parameter in model.named_parameters():
         # A sum is finite only if each of its terms is, and takes a tenth of the time of looking at each.
         values = local_tensor(parameter)

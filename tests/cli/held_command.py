@@ -29,7 +29,6 @@ APPEND = RunFolder.append_metrics
 
 
 def kill(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> str:
-    """Write `path`, except in the checkpoint of step 4."""
     checkpoint = path.parents[1]
     if checkpoint.name == ".step-000004.writing":
         assert threading.current_thread() is not threading.main_thread()
@@ -41,7 +40,6 @@ def kill(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], No
 
 
 def hold(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> str:
-    """Write `path`; a thread waits first."""
     while threading.current_thread() is not threading.main_thread() and not Path("release").exists():
         time.sleep(0.002)
         check()
@@ -49,7 +47,6 @@ def hold(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], No
 
 
 def step(folder: RunFolder, record: Mapping[str, object]) -> None:
-    """Append a line to metrics.jsonl; the line of step 3 waits."""
     if record["step"] == 3:
         Path("reached").touch()
         while not Path("release").exists():

@@ -48,10 +48,6 @@ def complete(capfd: pytest.CaptureFixture[str], shell: str, *words: str) -> str:
     return out
 
 
-def offered(capfd: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    return complete(capfd, "bash", *words).split()
-
-
 CONFIGS = list(shipped_configs())
 TASKS_LIKE_A = ["aime24", "aime25", "aime26", "amc23"]
 RUNS = ["deltas/kl-s0", "first", "second"]
@@ -98,7 +94,8 @@ VALUES: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("line", VALUES)
 def test_values_are_offered(line, place, capfd):
-    assert sorted(offered(capfd, *line.split(" "))) == sorted(VALUES[line])
+    offered = complete(capfd, "bash", *line.split(" ")).split()
+    assert sorted(offered) == sorted(VALUES[line])
 
 
 def test_zsh_and_fish_get_values_with_descriptions(place, capfd):
@@ -141,11 +138,8 @@ def test_the_version_names_the_commit_of_a_checkout_alone(tmp_path, monkeypatch)
     monkeypatch.setattr("bandpo_cli.__main__.__file__", str(tmp_path / "bandpo_cli" / "__main__.py"))
     state = {"commit": "0746989" + 33 * "f", "dirty": True}
     monkeypatch.setattr("bandpo_cli.storage.run_record.git_state", lambda folder: state)
-    for dirty, text in (
-        (True, ""),
-        (True, " (commit 0746989, with local changes)"),
-        (False, " (commit 0746989)"),
-    ):
+    commit = " (commit 0746989"
+    for dirty, text in ((True, ""), (True, f"{commit}, with local changes)"), (False, f"{commit})")):
         state["dirty"] = dirty
         assert succeed("--version", cwd=tmp_path).out == f"bandpo {__version__}{text}\n"
         (tmp_path / ".git").touch()

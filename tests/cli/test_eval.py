@@ -19,10 +19,8 @@ RUN = "first@1"  # a run name may contain an @
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `runs/first@1`: four steps, checkpoints and evaluations at 2 and 4."""
     folder = tmp_path_factory.mktemp("trained")
-    settings = sets("evaluation.every=2 optim.lr=1e-3 checkpoint.every=2")
-    succeed(
-        "train", *SMALL, *settings, "--steps", "4", "--name", RUN, "--seed", "5", "--no-mlflow", cwd=folder
-    )
+    settings = [*sets("evaluation.every=2 optim.lr=1e-3 checkpoint.every=2"), "--seed", "5", "--no-mlflow"]
+    succeed("train", *SMALL, *settings, "--steps", "4", "--name", RUN, cwd=folder)
     return folder
 
 

@@ -21,16 +21,7 @@ from tests.commands import Forked
 from tests.reports.sweep_folders import write_run
 from tests.tasks.stored_completions import FOREIGN, jsonl
 
-SETTINGS = [
-    "--n",
-    "4",
-    "--limit",
-    "6",
-    "--seed",
-    "3",
-    *sets("evaluation.batch=4 task.numbers=3"),
-    "--no-mlflow",
-]
+SETTINGS = [*sets("evaluation.batch=4 task.numbers=3"), *"--n 4 --limit 6 --seed 3 --no-mlflow".split()]  # noqa: SIM905
 """6 batches of one problem."""
 
 

@@ -83,6 +83,12 @@ def test_different_numbers_of_completions_per_problem(tmp_path):
     assert scores["completions_per_problem"] == [1, 3]
     assert scores["verdicts"] == {"correct": 3, "wrong": 1, "malformed": 1}
     usage_error("eval", "--samples", path, "--k", "1,3", cwd=tmp_path, parts=["--k 3", "at most 1"])
+    unused = ["--samples", path, "--set", "grading.workers=1", "--set", "evaluation.problems=2"]
+    usage_error("eval", *unused, cwd=tmp_path, parts=["evaluation.problems: it has no effect", "--grader"])
+    unused = ["--set", "evaluation.samples=2", "--set", "sampling.temperature=0.5"]
+    usage_error(
+        "eval", *unused, cwd=tmp_path, parts=["sampling.temperature: it has no effect", "--temperature"]
+    )
 
 
 MINE = """

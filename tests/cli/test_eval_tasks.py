@@ -91,13 +91,8 @@ def test_samples_of_a_set_do_not_depend_on_other_sets(place):
 @pytest.mark.slow
 def test_too_long_prompts_are_excluded_and_counted(place):
     write_questions(place / "long.jsonl", 5, more=["so many words " * 60])
-    words = [
-        "--task",
-        "long.jsonl",
-        *sets("task.template=plain sampling.max_prompt_tokens=100"),
-        "--name",
-        "long",
-    ]
+    settings = sets("task.template=plain sampling.max_prompt_tokens=100")
+    words = ["--task", "long.jsonl", *settings, "--name", "long"]
     done = succeed("eval", "--model", "model", *SHORT, *words, cwd=place)
     assert "warning: long: 1 of 6 problems left out" in done.out
     assert record_of(place / "runs" / "long")["sets"]["long"]["problems"] == 5

@@ -158,9 +158,7 @@ FAILURES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "error", "printed"), FAILURES, ids=["lost", "mistake", "traceback", "code"]
-)
+@pytest.mark.parametrize(("script", "error", "printed"), FAILURES, ids=["lost", "mistake", "trace", "code"])
 def test_the_first_error_is_reported_once(in_folder, script, error, printed, capfd):
     with pytest.raises(type(error)) as raised:
         start(script)

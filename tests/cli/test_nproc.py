@@ -83,9 +83,7 @@ def test_two_ranks_are_killed_stopped_and_resumed(tmp_path, monkeypatch):
         "continue with: bandpo train --resume a --nproc 2\n"
     )
     assert summary(folder)["status"] == "FAILED"
-    assert summary(folder)["error"].startswith(
-        "LostRankError: lost the connection to another rank, whose process"
-    )
+    assert summary(folder)["error"].startswith("LostRankError: lost the connection to another rank, whose")
     assert "resume with: bandpo train --resume a --nproc 2" in out
 
     before = count_lines(folder)

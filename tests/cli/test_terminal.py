@@ -156,12 +156,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 DATA = ["--task", "data.jsonl", "--model", "model", "--max-tokens", "4", "--no-mlflow"]
-FEW = [
-    *DATA,
-    "--steps",
-    "1",
-    *sets("sampling.prompts=2 sampling.samples=2 optim.updates=1 evaluation.every=0"),
-]
+SMALL_STEP = "sampling.prompts=2 sampling.samples=2 optim.updates=1 evaluation.every=0"
+FEW = [*DATA, "--steps", "1", *sets(SMALL_STEP)]
 COMMANDS: Mapping[str, list[str]] = {
     "runs": ["runs"],
     "show": ["show", NAME],
@@ -238,11 +234,9 @@ def test_json_has_equal_values_in_every_encoding(encoding, monkeypatch):
 
 @pytest.mark.slow
 def test_characters_that_the_encoding_lacks_are_escaped(tmp_path):
-    command, environment = (
-        [sys.executable, "-m", "bandpo_cli", "bounds", "0.1"],
-        {"PYTHONIOENCODING": "ascii"},
-    )
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, check=True)
+    command = [sys.executable, "-m", "bandpo_cli", "bounds", "0.1"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, check=True)
     assert b"\\u0394p" in done.stdout
     assert done.stderr == b""
 

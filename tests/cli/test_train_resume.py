@@ -67,19 +67,15 @@ def _half_the_plots(folder: Path) -> None:
     (folder / "plots" / ".accuracy.png.3.tmp").write_bytes(b"half")
 
 
-def _nothing(folder: Path) -> None:
-    pass
-
-
 STATES: dict[str, tuple[int, tuple[int, ...], Callable[[Path], None]]] = {
     "before the first line": (-1, (2, 4, 6), _no_samples),
-    "before the first checkpoint": (1, (2, 4, 6), _nothing),
+    "before the first checkpoint": (1, (2, 4, 6), lambda folder: None),
     "during a step": (4, (6,), _half_a_step),
-    "between a checkpoint and its line": (5, (), _nothing),
+    "between a checkpoint and its line": (5, (), lambda folder: None),
     "during a line": (5, (), _half_a_line),
     "during the removal of a checkpoint": (5, (6,), _half_a_removal),
-    "during a resume, after the removal of later steps": (2, (4, 6), _nothing),
-    "after the last step": (6, (), _nothing),
+    "during a resume, after the removal of later steps": (2, (4, 6), lambda folder: None),
+    "after the last step": (6, (), lambda folder: None),
     "during the plots": (6, (), _half_the_plots),
 }
 """The last step with a line, the checkpoints that do not exist, and a further change of the complete run."""

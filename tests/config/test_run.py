@@ -41,6 +41,11 @@ from bandpo_cli.errors import ConfigError
         (["objective.advantages=rloo"], "objective.advantage_std=false", "objective.advantage_std=true"),
         (["objective.advantages=maxrl"], "reward.wrong=-0.1", "reward.wrong=0"),
         (["reward.overlong_buffer=1", "reward.wrong=0.5"], "objective.advantages=maxrl", "objective.advantages=batch"),
+        (["task.name=gsm8k", "model.path=m/m", "task.rewards=[math, {grader: format, weight: -1}]"],
+         "objective.advantages=maxrl", "objective.advantages=rloo"),
+        (["bounds.method=dppo"], "objective.dual_clip=3", "objective.dual_clip=null"),
+        (["objective.old_logprobs=sampler"], "objective.importance=token-mask", "objective.importance_cap=null"),
+        (["objective.old_logprobs=sampler"], "objective.importance_cap=3", "objective.importance=token-truncate"),
     ],
 )  # fmt: skip
 def test_contradictory_settings_are_refused_and_their_limit_is_accepted(others, refused, accepted):

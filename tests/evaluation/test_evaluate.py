@@ -66,10 +66,8 @@ class Engine(SequentialSampler):
         self.prompts.append(len(prompts_P))
         self.seeds.append(seed)
         assert self.ranks.gather(("sample", self.sampled)) == [("sample", self.sampled)] * self.ranks.size
-        return [
-            [Completion(((seed + i) % 9973 + k,), (-1.0,), "stop", 0) for k in range(params.samples)]
-            for i in range(len(prompts_P))
-        ]
+        firsts, numbers = [(seed + i) % 9973 for i in range(len(prompts_P))], range(params.samples)
+        return [[Completion((first + k,), (-1.0,), "stop", 0) for k in numbers] for first in firsts]
 
     def sync(self, model: object, version: int) -> None: ...
 

@@ -19,10 +19,8 @@ Votes = list[str | None]
 
 def verdict_of(votes: Votes, correct: list[float]) -> dict[str, Fraction]:
     """Return the mean correctness of each answer."""
-    pairs = [*zip(votes, correct, strict=True)]
-    return {
-        vote: mean(Fraction(right) for value, right in pairs if value == vote) for vote in {*votes} - {None}
-    }
+    pairs, answers = [*zip(votes, correct, strict=True)], {*votes} - {None}
+    return {vote: mean(Fraction(right) for value, right in pairs if value == vote) for vote in answers}
 
 
 def by_enumeration(votes: Votes, correct: list[float], k: int) -> float:

@@ -5,10 +5,10 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from bandpo_cli.callbacks import CallbackBase, RunResult
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.errors import RunError, raised_by_signal
 from bandpo_cli.experiments import evaluate, train
@@ -17,7 +17,7 @@ from tests.cli.processes import end_of
 from tests.cli.train_runs import SMALL as SMALL_FLAGS
 from tests.cli.train_runs import sets
 from tests.commands import Forked
-from tests.experiments.test_api import SMALL
+from tests.experiments.test_api import SMALL, arguments
 
 CODE = """
 from pathlib import Path
@@ -69,16 +69,6 @@ PLACES = {
 ONE_STEP: list[Any] = [SMALL, {"steps": 1, "evaluation": {"every": 0}}]
 
 
-class Recorded(CallbackBase):
-    """Keeps the results that `end` receives."""
-
-    def __init__(self) -> None:
-        self.results: list[RunResult] = []
-
-    def end(self, result: RunResult) -> None:
-        self.results.append(result)
-
-
 @pytest.fixture
 def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that writes the module `leaving`, whose functions raise an exception."""
@@ -95,13 +85,13 @@ def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exit_of_custom_code_is_its_error(leaving, tmp_path, place, exception):
     leaving(exception)
-    recorded = Recorded()
+    recorded = mock.Mock()
     setting = read_assignments([PLACES[place].format(f"leaving:{place}")])
     with pytest.raises(RunError, match=exception.partition("(")[0]) as raised:
         train(resolve([*ONE_STEP, setting]), runs_dir=tmp_path, name="a", callbacks=[recorded])
     assert "leaving.py:" in str(raised.value)
     if place not in ("Phase", "End"):  # before the run has begun, and after it was complete
-        assert [result.status for result in recorded.results] == ["FAILED"]
+        assert [result.status for result in arguments(recorded.end)] == ["FAILED"]
         assert json.loads((tmp_path / "a" / "summary.json").read_text())["status"] == "FAILED"
 
 
@@ -145,9 +135,9 @@ def test_a_failed_plot_is_a_warning(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(run_plots, "plot_run", fail)
     monkeypatch.setattr(run_plots, "plot_success_histogram", fail)
-    recorded = Recorded()
+    recorded = mock.Mock()
     result = train(resolve(ONE_STEP), runs_dir=tmp_path, name="a", callbacks=[recorded])
-    assert [result.status, recorded.results[0].status] == ["FINISHED", "FINISHED"]
+    assert [result.status, arguments(recorded.end)[0].status] == ["FINISHED", "FINISHED"]
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["status"] == "FINISHED"
     assert f"the plots cannot be written; type bandpo plot {tmp_path / 'a'}: ValueError: no f" in caplog.text
     caplog.clear()

@@ -121,13 +121,20 @@ SETTINGS: dict[str, Any] = {
         ({"sampling": {"max_tokens": 9, "prompts": 5}}, {"sampling.max_tokens": (8, 9)}),
         ({"task": {"name": "gsm8k", "template": "boxed"}}, {"task.template": ("{question}", "boxed")}),
         ({"model": {"path": "x", "prompts": "raw"}}, {"model.prompts": (None, "raw")}),
+        (
+            {"model": {"chat_template_kwargs": {"think": True}}},
+            {"model.chat_template_kwargs.think": (None, True)},
+        ),
+        ({"sampling": {"max_tokens": 8, "max_lag": 2, "stop": ["."]}}, {"sampling.stop": (None, ["."])}),
     ],
 )
 def test_settings_that_change_completions_are_compared(changes, differences):
-    """Not those of training, and not the data, whose problems have ids; scored files have no such settings."""
+    """Not those of training, and not the data, whose problems have ids; of scored files the grader is known."""
     a, b = {"config": SETTINGS}, {"config": {**SETTINGS, **changes}}
     assert differing_settings(a, b) == differences
-    assert differing_settings(a, {**b, "samples": {"path": "a.parquet"}}) == differing_settings(a, {}) == {}
+    file, other = ({**b, "samples": {"path": "a.parquet", "grader": grader}} for grader in (None, "math"))
+    assert differing_settings(a, file) == differing_settings(file, file) == differing_settings(a, {}) == {}
+    assert differing_settings(a, other) == differing_settings(file, other) == {"task.grader": (None, "math")}
 
 
 def test_records_without_a_shared_problem_name_the_settings_that_differ():

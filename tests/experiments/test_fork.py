@@ -189,10 +189,6 @@ def test_a_fork_is_a_child_of_the_mlflow_run_of_its_parent(runs):
     assert plan_fork("a", [{"tracking": {"experiment": "x"}}], runs).config.tracking.parent is None
 
 
-def _imported(folder: Path) -> None:
-    (folder / VERL_FILE).write_text("{}")
-
-
 def _cut(folder: Path) -> None:
     RunFolder(folder).roll_back(1)
 
@@ -206,7 +202,7 @@ def _damaged(folder: Path) -> None:
     [
         ("b@4", {}, None, r"no run 'b' in .*; it has a"),
         ("a@3", {}, None, "--fork a@3: there is no checkpoint of step 3; steps with a checkpoint: 2, 4"),
-        ("a", {}, _imported, "--fork a: the run was imported from verl"),
+        ("a", {}, lambda run: (run / VERL_FILE).write_text("{}"), "--fork a: the run was imported from verl"),
         ("a", {}, _cut, r"no complete checkpoint \(checkpoint.every = 10\); train it .*: bandpo train --res"),
         ("a", {}, _damaged, "step-000004: model.safetensors is damaged: its content has changed"),
         ("a", {"steps": 4}, None, "steps = 4: all are done at this checkpoint; give more, such as --steps"),

@@ -46,11 +46,7 @@ def metrics(accuracy=0.5, useful=0.6, truncated=0, unreadable=0, ungraded=0):
         (DATA, metrics(0, 0, unreadable=0.9), ["to the form that the prompt asks for|--grader, since 90.0%"]),
         (PLAIN, metrics(0, 0, unreadable=0.9), ["--template hashes, which asks|--grader, since 90.0%"]),
         (DYNAMIC, metrics(0.5, 0.1), ["solves sometimes"]),
-        (
-            DATA,
-            {**metrics(0, 0, truncated=1), **BURST},
-            ["lower optim.lr (1e-06), |to --lr 1e-07|5,000; 45%"],
-        ),
+        (DATA, {**metrics(0, 0, truncated=1), **BURST}, ["lower optim.lr (1e-06)|to --lr 1e-07|5,000; 45%"]),
         (DATA, metrics(0, 0, ungraded=0.5), ["a repaired grader, since 50.0%"]),
         (
             DATA,

@@ -1,6 +1,7 @@
 """Configurations of TRL and verl as settings of a run: batches, losses, defaults, and what has no place."""
 
 import json
+import subprocess
 from typing import Any
 
 import pytest
@@ -134,9 +135,8 @@ def test_the_overrides_of_an_export_become_the_same_run(method, tmp_path):
     objective = {"importance": rules, "reference_kl": 0.1}
     config = small({"bounds": {"method": method}, "objective": objective | {"aggregation": "seq-sum-norm"}})
     overrides = flatten(overrides_of(config)).items()
-    translated = Translation(
-        "verl", {key.lstrip("+"): value for key, value in overrides if value is not None}
-    )
+    given = {key.lstrip("+"): value for key, value in overrides if value is not None}
+    translated = Translation("verl", given)
     layer = {**translated.layer(), "task": config.task.model_dump()}
     changes = setting_changes(config, resolve([layer]))
     resolved = {"model.path", "model.dtype", "sampling.engine"}
@@ -155,6 +155,21 @@ def test_files_of_both_trainers_are_read(tmp_path):
     assert read_trainer_file(tmp_path / "c.yaml") == {"data.seed": 3, "x.y": 3}
     (tmp_path / "args.json").write_text('{"learning_rate": 1e-05, "optim_args": null}')
     assert read_trainer_file(tmp_path / "args.json") == {"learning_rate": 1e-5}
+
+
+def test_the_variables_of_a_script_have_the_values_that_bash_gives_them(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("RATE", "2e-06")
+    script = (
+        "n=4\nexport batch=$((n * (2 + 6)))  # prompts\nloss='token-mean'; seed=1\nprintf '%s\\n' \\\n"
+        'd.batch=${batch} d.n=$n "a.mode=${loss}" +a.k=${K:-3} a.lr=$RATE a.most=$((1024*20)) d.files=$NO_FILES'
+    )
+    (tmp_path / "run.sh").write_text(script)
+    words = subprocess.run(["bash", tmp_path / "run.sh"], capture_output=True, text=True, check=True).stdout
+    expected = dict(word.lstrip("+").split("=") for word in words.split())
+    found = read_trainer_file(tmp_path / "run.sh")
+    assert {key: str(value) for key, value in found.items()} | {"a.lr": "2e-06", "d.files": ""} == expected
+    assert "d.files = $NO_FILES is not known here and is left out" in caplog.text
+    assert found["a.lr"] == 2e-6
 
 
 def test_a_zero_and_the_word_none_in_a_file_are_values_and_no_missing_keys(tmp_path):

@@ -228,9 +228,8 @@ def test_a_run_is_exported_without_the_settings_of_its_machine(tmp_path):
     changed, lines = settings_for_cluster("first", [], tmp_path)
     assert (changed.model.dtype, changed.model.device, changed.sampling.engine) == ("auto", "auto", "auto")
     assert changed.steps == 7
-    assert lines[0].startswith(
-        "model.dtype = float32 of the machine of the run is bfloat16; --set model.dtype="
-    )
+    note = "model.dtype = float32 of the machine of the run is bfloat16; --set model.dtype=float32"
+    assert lines[0] == f"{note} keeps it"
     assert len(lines) == 3
     kept, lines = settings_for_cluster("first", [{"model": {"dtype": "float32"}}], tmp_path)
     assert kept.model.dtype == "float32"

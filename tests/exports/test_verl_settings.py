@@ -148,7 +148,6 @@ SAME = [
     {"optim__schedule": "cosine", "optim__updates": 1},
     {"objective__reference_kl": 0.001, "objective__importance_cap": None},
     {"objective__reference_kl": 0.001, "objective__old_logprobs": "sampler"},
-    {"objective__importance": "sequence-mask", "objective__old_logprobs": "sampler"},
     {"objective__entropy_bonus": 0.01},
     {"bounds__method": "gmpo", "objective__importance_cap": None},
     {"bounds__method": "gmpo", "objective__old_logprobs": "sampler"},

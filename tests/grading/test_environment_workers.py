@@ -190,7 +190,5 @@ def test_the_system_message_of_a_problem_stays_before_the_first_messages():
     plain, framed = (Problem("p", prompt, "1", "data", "math") for prompt in ((user,), (system, user)))
     pool = partial(first_messages, "worker_turns:Returns", GradingConfig(workers=1))
     assert [problem.prompt for problem in pool([plain, framed], "number")] == [(user,), (system, user)]
-    with pytest.raises(
-        ConfigError, match=r"reset returned a system message for problem p, which has one \(ta"
-    ):
+    with pytest.raises(ConfigError, match=r"reset returned a system message for problem p, which has one \("):
         pool([replace(framed, extra={"role": "system"})], "number")

@@ -30,11 +30,9 @@ def test_references_that_cannot_be_parsed_are_counted_and_the_first_are_shown(ca
     assert unparsed_references(problems(*read), GradingConfig()) is None
     with caplog.at_level(logging.WARNING, "bandpo_cli"):
         check_graders(problems("18", *read, *UNPARSED, "1 & 2"), trial=GradingConfig())
-    first = ", ".join(map(repr, UNPARSED))
-    assert caplog.messages == [
-        "grader 'math': 4 of 10 references that are formulas cannot be parsed, so that only the same text is "
-        f"correct: {first}"
-    ]
+    first, (message,) = ", ".join(map(repr, UNPARSED)), caplog.messages
+    line = "grader 'math': 4 of 10 references that are formulas cannot be parsed, so that only the same text"
+    assert message == f"{line} is correct: {first}"
     with patch.object(references, "MAX_PARSED", 2):
         line = unparsed_references(problems(*UNPARSED), GradingConfig())
     assert "2 of 2 references that are formulas cannot be parsed (a sample of 3 formulas)" in line

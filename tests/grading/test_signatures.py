@@ -199,12 +199,11 @@ def test_a_call_has_whole_problems_up_to_the_batch_size():
 
 @pytest.mark.slow
 def test_an_error_or_a_timeout_affects_the_answers_of_one_call():
-    names = "abcdef"
-    problems = [problem(name, "foreign_rewards:failing") for name in names]
+    problems = [problem(name, "foreign_rewards:failing") for name in "abcdef"]
     with GraderPool(GradingConfig(workers=1, deadline=0.5, batch=2)) as pool:
         grades = pool.grade(problems, ["x", "y", "x", "bad", "hang", "x"])
-        assert [grade.verdict for grade in grades[::2]] == ["correct", "grader-error", "timeout"]
-        assert [grade.verdict for grade in grades[1::2]] == ["correct", "grader-error", "timeout"]
+        expected = ["correct"] * 2 + ["grader-error"] * 2 + ["timeout"] * 2
+        assert [grade.verdict for grade in grades] == expected
         assert failure_warnings([pool.uses]) == [
             "grader 'foreign_rewards:failing' failed on 4 of 6 answers (66.7%), which have no reward and "
             "count as not correct; the first error: RuntimeError: bad text (foreign_rewards.py:35, in failing)"

@@ -72,10 +72,7 @@ def with_parents(modules: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
     return {name: {"__path__": []} for name in parents} | modules
 
 
-BANDS = [
-    {"divergence": "kl", "delta": 0.05, "max_ratio": 10.0},
-    {"divergence": "tv", "delta": 0.1, "max_ratio": None},
-]
+BANDS = [{"divergence": "kl", "delta": 0.05}, {"divergence": "tv", "delta": 0.1, "max_ratio": None}]
 """Settings of the Band for the comparisons of losses."""
 
 # ---- prime-rl: src/prime_rl/trainer/rl/loss.py, August 2026 ----------------------------------------------------------

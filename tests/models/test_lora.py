@@ -149,19 +149,15 @@ def test_a_layer_in_bfloat16_rounds_the_sum_of_both_terms_once(name):
     assert shares[1] < 0.5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peft_loads_and_merges_saved_adapters(tmp_path, dtype):
-    model = adapted(dtype=dtype)
+def test_peft_loads_and_merges_saved_adapters(tmp_path):
+    model = adapted()
     save_adapter(model, tmp_path)
-    loaded = peft.PeftModel.from_pretrained(random_model().to(dtype), tmp_path, autocast_adapter_dtype=False)
+    loaded = peft.PeftModel.from_pretrained(random_model(), tmp_path)
     config = loaded.peft_config["default"]
     assert (config.r, config.lora_alpha, config.base_model_name_or_path) == (3, 12, "base")
     ids = torch.tensor([[1, 2, 3, 4, 5]])
     with torch.no_grad():
         found, expected = model(input_ids=ids).logits, loaded(input_ids=ids).logits
-    if dtype == torch.bfloat16:  # peft rounds twice
-        torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)
-        return
     assert torch.equal(found, expected)
     merged, weights = loaded.merge_and_unload(), dict(checkpoint_weights(model))
     parameters = dict(merged.named_parameters())

@@ -121,6 +121,9 @@ def test_estimators_equal_a_case_by_hand(estimator, expected):
     scale = BATCH_STD + STD_EPS if estimator == "batch" else 1.0
     expected = torch.tensor([*expected, [0] * 4, [0] * 4], dtype=torch.float64)
     torch.testing.assert_close(found * scale, expected, rtol=0, atol=1e-12)
+    if estimator == "maxrl":  # a group of a negative mean would have no gradient
+        with pytest.raises(ConfigError, match="a reward is -1 and must not be negative"):
+            estimate_advantages(objective, 0.0 - rewards.clamp(max=1), rewards != 9)
 
 
 def test_gdpo_equals_a_case_by_hand():

@@ -121,7 +121,7 @@ def test_a_check_returns_the_settings_with_all_options():
 
 MISTAKES = {
     "NoLoss": r"the class is no PolicyLoss; derive it .* a function of the bounds \(custom_methods.py:10, in NoLoss",
-    "Abstract": r"Can't instantiate abstract class .*token_losses.* \(custom_methods.py:13, in Abstract\)",
+    "Abstract": r"the class defines no token_losses\(logprobs, batch\) \(custom_methods.py:13, in Abstract\)",
     "Scalar": r"token_losses must have a value per token, shape \[5\] .* not \[\] \(custom_methods.py:16, in Scalar",
     "Constant": r"token_losses has no gradient: .* from the argument logprobs \(custom_methods.py:20, in Constant\)",
     "Infinite": r"the losses \[-inf, .* or their gradients are not finite \(custom_methods.py:24, in Infinite\)",

@@ -11,23 +11,15 @@ class Page(HTMLParser):
 
     def __init__(self, html: str) -> None:
         super().__init__(convert_charrefs=True)
-        self.names, self.sources, self.comments, self.tokens = (
-            list[str](),
-            list[str](),
-            list[str](),
-            list[str](),
-        )
+        self.names, self.sources, self.comments, self.tokens, self._path = [], [], [], [], []
         self.scripts: dict[str | None, str] = {}
         self.text = self.title = ""
-        self._path: list[tuple[str, dict[str, str | None]]] = []
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert not any(name.startswith("on") for name, _ in attrs)
         self.names.append(tag)
-        self.sources += [
-            value for name, value in attrs if name in ("src", "href", "srcset", "action") and value
-        ]
+        self.sources += [value for name, value in attrs if name in ("src", "href", "srcset", "action")]
         self._path.append((tag, dict(attrs)))
         if self._path[-1][1].get("class") == "tokens":
             self.tokens.append("")

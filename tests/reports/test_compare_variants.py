@@ -6,8 +6,6 @@ from dataclasses import astuple
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
@@ -67,7 +65,7 @@ def test_no_p_value_without_a_test():
     assert (equal.p, equal.change.low, equal.higher, equal.lower) == (None, None, 2, 0)
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
+@pytest.mark.parametrize("p_values", [[0.04, 0.01, 0.03, 0.005, 0.04, 0.9], [0.5, 0.0, 0.6, 0.01, 1.0]])
 def test_holm_agrees_with_statsmodels(p_values):
     assert holm(p_values) == pytest.approx(multipletests(p_values, method="holm")[1].tolist(), rel=1e-12)
     assert holm([]) == []

@@ -115,9 +115,7 @@ def test_a_damaged_or_missing_evaluation_is_named(tmp_path):
     with pytest.raises(UserError, match=r"kl-s1/evals/step-000004\.json: .* has no accuracy by problem"):
         plan_power(pilot, 0.02, tmp_path, jobs=1)
     path.unlink()
-    with pytest.raises(
-        UserError, match=r"kl-s1/evals/step-0*4\.json is missing.*; give a sweep that finished"
-    ):
+    with pytest.raises(UserError, match=r"kl-s1/evals/step-0*4\.json is missing.*; give a sweep that fini"):
         plan_power(pilot, 0.02, tmp_path, jobs=1)
 
 

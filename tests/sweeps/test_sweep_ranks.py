@@ -81,9 +81,8 @@ class RecordedPool(LocalPool):
         return {command[command.index("--name") + 1]: 1 for command, _ in self.started}
 
 
-def commands(
-    monkeypatch: pytest.MonkeyPatch, request: SweepPlan | str, ranks: int | None, place: Path
-) -> tuple[Sequence[tuple[list[str], Mapping[str, str]]], SweepInfo]:
+def commands(monkeypatch, request, ranks, place) -> tuple[list[tuple[list[str], dict[str, str]]], SweepInfo]:
+    """Return the commands and environments of a sweep, and what its callback got at the start."""
     monkeypatch.setattr(MODULE, "LocalPool", RecordedPool)
     monkeypatch.setattr(RecordedPool, "started", [])
     monkeypatch.setattr("bandpo_cli.sweeps.scheduler.POLL_S", 0.0)

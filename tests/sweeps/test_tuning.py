@@ -144,6 +144,7 @@ def test_axes_beside_a_tuning_sweep_are_refused(runs_dir):
     with pytest.raises(ConfigError, match="axes: the variants are those of tuned_on = tuning; remove one"):
         plan_sweep(None, {"optim.lr": "1e-5"}, [], {"tuned_on": "tuning"}, [], runs_dir)
     chosen = "optim.lr = 1e-4: tuning has chosen 1e-5 for clip; remove it from the flags, --config, --set and `fixed`"
-    for fixed, layers in (({"optim": {"lr": 1e-4}}, []), ({}, [{"optim": {"lr": 1e-4}}])):
+    own = {"optim": {"lr": 1e-4}}
+    for fixed, layers in ((own, []), ({}, [own])):
         with pytest.raises(ConfigError, match=chosen):
             plan_from_config(SweepConfig(tuned_on="tuning", fixed=fixed), layers, runs_dir)

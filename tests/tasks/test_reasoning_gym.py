@@ -129,10 +129,9 @@ def test_no_problem_left_or_an_error_of_a_generator_is_one_line():
 
 @pytest.mark.usefixtures("in_process")
 def test_options_and_templates_reach_the_problems():
-    config = settings(
-        names=["chain_sum"], size=20, heldout_size=5, seed=4, system=None, template="Q: {question} {x}",
-        options={"chain_sum": {"min_terms": 3, "max_terms": 3}},
-    )  # fmt: skip
+    options = {"chain_sum": {"min_terms": 3, "max_terms": 3}}
+    sizes = {"size": 20, "heldout_size": 5, "seed": 4, "options": options}
+    config = settings(names=["chain_sum"], system=None, template="Q: {question} {x}", **sizes)
     task = ReasoningGym(config)
     for problem in task.train_problems():
         assert len(problem.prompt) == 1

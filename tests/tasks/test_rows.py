@@ -53,6 +53,12 @@ def test_answers():
         assert as_answer(value) == answer, value
 
 
+def test_levels():
+    levels = {"Level 3": 3, 3: 3, "5": 5, "Level ?": None, 2.5: None, None: None, 4.0: 4}
+    assert {value: as_level(value) for value in levels} == levels
+    assert as_level(True) is None
+
+
 @settings(max_examples=15)
 @given(VALUES)
 def test_any_value_is_converted_or_none(value):

@@ -65,14 +65,11 @@ def test_a_sqlite_file_in_the_runs_folder_gets_the_complete_record(run, mirror):
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     assert mirror(run, store, "FAILED") == []
     first = check_complete(store.uri, "FAILED")
-    assert ui_text(run.path, store).splitlines()[1] == (
-        f"http://127.0.0.1:5000/#/experiments/{first.experiment_id}/runs/{first.run_id}/model-metrics"
-        "?workflowType=machine_learning"
-    )
+    page = f"http://127.0.0.1:5000/#/experiments/{first.experiment_id}/runs/{first.run_id}/model-metrics"
+    assert ui_text(run.path, store).splitlines()[1] == f"{page}?workflowType=machine_learning"
     assert list(Path.cwd().iterdir()) == []  # no ./mlruns and no ./mlflow.db in the current folder
-    assert {path.name for path in run.path.parent.iterdir()} == {
-        ".mlflow.db.lock", "first", "mlartifacts", "mlflow.db",
-    }  # fmt: skip
+    names = {".mlflow.db.lock", "first", "mlartifacts", "mlflow.db"}
+    assert {path.name for path in run.path.parent.iterdir()} == names
     assert mirror(run, store) == []
     assert check_complete(store.uri, "FINISHED").run_id == first.run_id  # no step is sent twice
     client_of(store.uri).delete_run(first.run_id)

@@ -57,11 +57,9 @@ def history(store: Store, folder: RunFolder) -> Counter[tuple[str, int, float]]:
 
 def metrics_of(folder: RunFolder) -> Counter[tuple[str, int, float]]:
     """Return the metrics that a run of this module has at MLflow."""
-    rows = [(record["step"], record, record["train/reward"]) for record in folder.read_metrics()]
-    values = Counter(
-        (name, step, row[name]) for step, row, _ in rows for name in row.keys() - {"step", "ratio/max"}
-    )
-    return values + Counter(("Main/reward", step, reward) for step, _, reward in rows)
+    rows, names = folder.read_metrics(), ("train/reward", "time/step")
+    values = Counter((name, row["step"], row[name]) for row in rows for name in names)
+    return values + Counter(("Main/reward", row["step"], row["train/reward"]) for row in rows)
 
 
 def sync_run(store: Store, path: Path) -> SyncResult:

@@ -56,24 +56,17 @@ def test_evaluations_repeat_their_seeds_and_no_two_batches_share_one(recorded):
     assert len(set(seeds[0])) == len(seeds[0]) == 5
 
 
-def test_training_samples_with_the_training_settings(recorded):
-    policy = recorded.components.policy
-    expected = SamplingParams(
-        samples=4, temperature=0.7, max_tokens=6, stop_ids=policy.stop_ids, entropy=True
-    )
+def test_training_and_evaluation_sample_with_their_own_settings(recorded):
+    stop_ids = recorded.components.policy.stop_ids
+    training = SamplingParams(samples=4, temperature=0.7, max_tokens=6, stop_ids=stop_ids, entropy=True)
+    evaluation = SamplingParams(samples=3, temperature=1.3, max_tokens=6, stop_ids=stop_ids)
     calls = [call for step in recorded.steps.values() for call in step.training]
     assert len(calls) == 5
     for call in calls:
-        assert call.params == expected
-        assert len(call.prompts_P) == 4
-        assert [len(group) for group in call.completions_PG] == [4] * 4
-
-
-def test_evaluation_samples_with_the_evaluation_settings(recorded):
-    policy = recorded.components.policy
-    expected = SamplingParams(samples=3, temperature=1.3, max_tokens=6, stop_ids=policy.stop_ids)
+        assert call.params == training
+        assert [len(group) for group in call.completions_PG] == [4] * len(call.prompts_P) == [4] * 4
     for step in (0, 2, 4, 5):
-        assert {call.params for call in recorded.steps[step].evaluation} == {expected}
+        assert {call.params for call in recorded.steps[step].evaluation} == {evaluation}
 
 
 def test_evaluation_batches_hold_complete_problems_of_one_set(recorded):
