@@ -55,6 +55,9 @@ class Translation:
             found = textwrap.shorten(", ".join(keys), 200, placeholder=" …")
             raise ConfigError(f"--from {trainer}: the file has no key of {self.title}{hint}; it has {found}")
         for key, row in self.rows.items():
+            value, default = self.given.get(key), row.get("default")
+            if isinstance(value, str) and isinstance(default, int | float) and not isinstance(default, bool):
+                raise ConfigError(f"{key} = {value!r}: expected a number, such as {default:g}")
             if "computed" not in row:
                 self._convert(key, row)
         {"trl": _trl, "verl": _verl}[trainer](self)

@@ -50,6 +50,7 @@ def test_batches_of_trl_are_prompts_and_updates(given, prompts, updates):
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "a part of a batch"),
         ({"generation_batch_size": 64, "steps_per_generation": 2}, "TRL takes one of them"),
         ({"loss_type": "grpoo"}, "loss_type = 'grpoo': no such loss here"),
+        ({"num_generations": "x"}, "num_generations = 'x': expected a number, such as 8"),
     ],
 )
 def test_a_run_without_an_equivalent_is_refused(given, problem):
