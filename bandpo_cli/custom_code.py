@@ -61,7 +61,11 @@ def code_from(folder: Path) -> Iterator[None]:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """Import and return a user's `module:function`, which may be a class. Raise ValueError if that fails."""
+    """Import and return a user's `module:function`, which may be a class.
+
+    Raises:
+        ValueError: the import fails, or the module has no such function; the message is one line.
+    """
     module_name, _, function_name = name.partition(":")
     folders, here = code_folders(), str(Path.cwd())
     with _PATH_LOCK:

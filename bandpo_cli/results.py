@@ -350,8 +350,12 @@ def samples(run: Path | str, step: int | None = None, runs_dir: Path | str = "ru
     The other columns are those of `samples/` (docs/metrics.md): `problem_id`, `prompt`, `reference`, `text`, `reward`,
     `accuracy`, `length` in tokens, `finish_reason`, `verdict`, `logprob_sum` in nats, and `reward/<name>`.
 
-    `run` is the folder of a run or an evaluation, or its name in `runs_dir`; `step` is None for all steps of a run.
-    Raises UserError if there is no such run or step, or a table is damaged.
+    Args:
+        run: the folder of a run or an evaluation, or its name in `runs_dir`.
+        step: a step of the run; None for all steps.
+
+    Raises:
+        UserError: there is no such run or step, or a table is damaged.
     """
     import pandas as pd
 

@@ -264,7 +264,11 @@ def _log_ratios(tokens: TokenProbs, delta: float, from_table: bool) -> tuple[Arr
 
 
 def _newton(s: Array, delta: float, side: int, from_table: bool = False) -> Array:
-    """Return the root by Newton's method, from the table, or from outside, where it converges without a bracket."""
+    """Return the root by Newton's method.
+
+    The start is the table of the generic solver, or outside of the root, where the steps converge monotonically without
+    a bracket.
+    """
     xp = namespace(s)
     if from_table:
         t = initial_guess(_newton, s, delta, side)
@@ -325,7 +329,11 @@ def _float32_tables(delta: float, kind: str, xp: Any, device: Any) -> tuple[Floa
 
 @lru_cache(maxsize=64)
 def custom_generator(name: str) -> Generator:
-    """Load `module:function`, f of arrays u; raise ConfigError unless finite, 0 at 1 and convex in [1e-4, 1e4]."""
+    """Load `module:function`; raise ConfigError unless it is finite, 0 at 1 and convex for u from 1e-4 to 1e4.
+
+    The function takes u = π/π_old as an array (numpy, or torch when the log-probabilities are tensors) and returns f(u)
+    of the same shape.
+    """
     u = np.unique(np.concatenate([np.logspace(-4, 4, 161), np.linspace(0.5, 1.5, 41)]))
     function: Callable[[Array], Array] = load_setting("divergence", name)
     with user_code(f"divergence '{name}'", function), np.errstate(all="ignore"):

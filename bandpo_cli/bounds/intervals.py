@@ -80,7 +80,8 @@ def clip_state(ratios: Array, lower: Array, upper: Array, advantages: Array) -> 
 def matching_delta(name: str, prob: float, upper: float) -> float | None:
     """Return the δ whose Band has this upper bound at p = `prob`, in (0, 1); ConfigError for other p, or upper ≤ 1.
 
-    There is none for upper > 1/p, nor for upper = 1/p where f(0) is infinite (kl, neyman).
+    There is none for upper > 1/p, which the simplex forbids, and for upper = 1/p where f(0) is infinite (kl, neyman),
+    which only an infinite radius allows.
     """
     if not 0.0 < prob < 1.0:
         raise ConfigError(f"p must be in (0, 1) for its upper bound to determine a radius, not {prob!r}")
@@ -129,7 +130,10 @@ def match_clip_fraction(region: TrustRegionSettings, method: MethodSettings, tok
     """Return the δ at which `region` clips the share of `tokens` that `method` clips; the δ of `region` is ignored.
 
     A wider region clips fewer tokens, so δ is found by bisection in its logarithm. The share is a step function of δ:
-    `reached` is the value nearest to `wanted`. Raise ConfigError if no region clips as many tokens, or the method none.
+    `reached` is the value nearest to `wanted`. A run with that δ has other ratios.
+
+    Raises:
+        ConfigError: the method clips none of the tokens, or more than any region does, or has no interval.
     """
     wanted = clip_fraction(method, tokens)
 

@@ -67,7 +67,11 @@ def as_layers(settings: Settings) -> list[Layer]:
 
 
 def resolve(settings: Settings) -> RunConfig:
-    """Merge layers, earliest first, over the defaults of the task and the model that they name, and validate them."""
+    """Merge layers, earliest first, over the defaults of the task and the model that they name, and validate them.
+
+    Raises:
+        ConfigError: one line that names the key, the value, what is allowed and the nearest valid name.
+    """
     layers = as_layers(settings)
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -230,10 +234,13 @@ def _set_nested(section: dict[str, Any], path: str, value: Any, where: str) -> N
 def flatten(
     settings: Any, expand_lists: bool = False, keep_empty: bool = False, path: str = ""
 ) -> dict[str, Any]:
-    """Return sections as dotted settings, the inverse of `nest`; `path` is the key of `settings` itself.
+    """Return sections as dotted settings, the inverse of `nest`.
 
-    With `expand_lists` each element of a list of mappings or lists has a key of its own, `task.train.0.path`; with
-    `keep_empty` an empty mapping is a value.
+    Args:
+        settings: a mapping of settings by section.
+        expand_lists: give each element of a list that holds mappings or lists a key of its own: `task.train.0.path`.
+        keep_empty: an empty mapping is a value; otherwise it has no key.
+        path: the key of `settings` itself.
     """
     has_items = isinstance(settings, list) and any(isinstance(item, dict | list) for item in settings)
     if expand_lists and has_items:

@@ -91,9 +91,12 @@ def background_grading(
 ) -> Iterator[Callable[[Sequence[Problem], Sequence[str]], Future[list[Grade]]]]:
     """Grade batches in one thread, in the order in which they are submitted; yield the function that submits one.
 
-    It takes texts [N] and their problems [N], and calls `begin` in the thread of the caller; the other thread calls
-    what `begin` returns. If the block ends with an exception, Ctrl-C included, the waiting batches are dropped and the
-    running one is cancelled.
+    It takes texts [N] and their problems [N]. If the block ends with an exception, Ctrl-C included, the waiting batches
+    are dropped and the running one is cancelled.
+
+    Args:
+        begin: called in the thread of the caller; the function that it returns is called in the other thread.
+        cancel: makes a running call in that thread end soon with an exception.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
     try:
@@ -122,13 +125,21 @@ def sample_batches(
     """Sample and grade `params.samples` completions per problem and yield them in batches.
 
     The completions of a problem depend on the run's seed, the label of its set and its place in the set, not on which
-    batches were `done` before. Rewards are not scaled or shaped as in training. A batch has about `batch_size`
-    completions; the completions of a problem are never split. `grade` is called in another thread, and `cancel` if the
-    iteration ends early, to end a running call soon.
+    batches were `done` before. Rewards are not scaled or shaped as in training.
 
     With several ranks, all of them must iterate together with equal arguments. Each of them samples and grades its part
-    of a batch and gets the complete batch. Raises StaleEngineError if the sampler does not run the weights of
-    `version`.
+    of a batch and gets the complete batch.
+
+    Args:
+        grade: called in another thread.
+        sets: problems by label of the evaluation set.
+        batch_size: approximate number of completions per batch; the completions of a problem are never split.
+        version: version of the policy's weights that the sampler must run.
+        cancel: makes a running call of `grade` end soon; called if the iteration ends early.
+        conversations: samples several turns per completion; None for one.
+
+    Raises:
+        StaleEngineError: the sampler does not run the weights of `version`.
     """
     from bandpo_cli.sampling.rollouts import decode_completions, problem_per_completion, stream_completions
     from bandpo_cli.sampling.sampler import SampleRequest

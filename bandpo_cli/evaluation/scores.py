@@ -38,7 +38,11 @@ class Interval(NamedTuple):
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Return pass@k, the unbiased estimate 1 − C(n−c, k)/C(n, k) of P(at least one of k is correct).
 
-    n is the number of completions of the problem, c that of correct ones. Source: arXiv 2107.03374, eq. 1.
+    Source: arXiv 2107.03374, eq. 1.
+
+    Args:
+        n: completions of the problem.
+        correct: correct completions, c.
     """
     return 1.0 - comb(n - correct, k) / comb(n, k)
 
@@ -50,9 +54,10 @@ def maj_at_k(votes: Sequence[str | None], correct: Sequence[float], k: int) -> f
     frequent answers each wins with the same probability. A completion without an answer (None) does not vote; if no
     completion votes, the result is not correct. The value is exact up to rounding, not a Monte Carlo estimate.
 
-    `votes` are the answers of the n completions; equal answers have equal text. `correct` is 1 for a correct
-    completion, 0 for a wrong one; an answer that was graded differently in different completions counts by the mean of
-    its grades.
+    Args:
+        votes: [n], the answer of each completion; equal answers have equal text.
+        correct: [n], 1 for a correct completion, 0 for a wrong one. An answer that was graded differently in different
+            completions counts by the mean of its grades.
     """
     n = len(votes)
     sizes, rights = Counter(vote for vote in votes if vote is not None), defaultdict[str, float](float)
@@ -69,17 +74,22 @@ def maj_at_k(votes: Sequence[str | None], correct: Sequence[float], k: int) -> f
 
 
 def mean_intervals(values_FP: ArrayLike, seed: int = 0, resamples: int = RESAMPLES) -> list[Interval]:
-    """Return the mean over P problems of each of F metrics with its 95% interval, for finite values [F, P].
+    """Return the mean over P problems of each of F metrics with its 95% interval.
 
     The interval is the bias-corrected and accelerated bootstrap (Efron 1987; scipy.stats.bootstrap) over problems,
-    widened for few problems (`_nominal_level`). It estimates how far the metric could change with other problems of the
-    same kind and other completions, since both vary from problem to problem. All metrics use the same resamples, and
-    the same completions give the same interval. A single problem, and a metric with the same value for every problem,
-    have no interval (NaN): all their resamples are equal.
+    widened for few problems (`_nominal_level`). It estimates how far the metric could change with other problems of
+    the same kind and other completions, since both vary from problem to problem. All metrics use the same resamples. A
+    single problem, and a metric with the same value for every problem, have no interval (NaN): all their resamples are
+    equal.
 
     Measured coverage with success rates p ~ Beta(½, ½) and Beta(0.3, 1.5), 30 and 128 problems, 8 and 16 completions:
     94% to 97% of the simulated evaluations. With few problems that are rarely solved, it is too narrow: 91% for mean@n
     and 80% for maj@4 with 30 problems and p ~ Beta(0.1, 2); with 128 problems it is 95% again.
+
+    Args:
+        values_FP: [F, P], finite.
+        seed: seed of the resampling; the same completions give the same interval.
+        resamples: number of bootstrap resamples.
     """
     values = np.asarray(values_FP, dtype=np.float64)
     means = values.mean(axis=1)
@@ -219,11 +229,17 @@ class Scores:
 
 
 def score(label: str, rows: Iterable[EvalRow], k: Sequence[int]) -> Scores:
-    """Return the scores of the graded completions of one evaluation set, in any order, with pass@k and maj@k.
+    """Return the scores of the graded completions of one evaluation set, in any order.
 
     A metric that needs a column (length, finish reason) is left out if any completion lacks it, the mean reward if no
-    completion has a reward. Raises ConfigError, with the `label` of the set, if there are no completions, or a problem
-    has fewer completions than the largest k.
+    completion has a reward.
+
+    Args:
+        label: name of the set, for error messages.
+        k: values of k for pass@k and maj@k.
+
+    Raises:
+        ConfigError: there are no completions, or a problem has fewer completions than the largest k.
     """
     problems: dict[str, list[EvalRow]] = {}
     for row in rows:
@@ -269,10 +285,13 @@ def metric_record(scores: Mapping[str, Scores], with_intervals: bool = False) ->
 def success_histogram(shares: Iterable[float], n: int | None) -> list[tuple[str, int]]:
     """Return the number of problems per bin of the number of correct completions, with the name of each bin.
 
-    `shares` are the shares of correct completions of the problems, of `n` completions each. The first and the last bin
-    are the problems that were never and always solved, on which pass@k depends most. Between them each number of
-    correct completions has a bin of its own, up to n = 16; beyond, bins have several numbers. Where problems differ in
-    n, which is then None, they are ten ranges of the share, which include their lower edge (3 of 10 is in 0.3 – 0.4).
+    The first and the last bin are the problems that were never and always solved, on which pass@k depends most. Between
+    them each number of correct completions has a bin of its own, up to n = 16; beyond, bins have several numbers.
+
+    Args:
+        shares: the share of correct completions of each problem.
+        n: completions per problem. None where problems differ: the bins between never and always are then ten ranges of
+            the share, which include their lower edge (3 of 10 is in 0.3 – 0.4).
     """
     values = [*shares]
     if n is None:

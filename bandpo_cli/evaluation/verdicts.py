@@ -133,12 +133,17 @@ def observations(effect: float, alpha: float = ALPHA, power: float = POWER, side
 
 
 def observations_to_decide(n: int, mean: float, spread: float, margin: float, alpha: float = ALPHA) -> int:
-    """Return the number of observations, of which there are n, that decide with a probability of 80%.
+    """Return the number of observations that decide an undecided difference with a probability of 80%.
 
     With this number, a true difference as large as the margin is significant, and a true difference of 0 is shown to be
     equivalent. This does not depend on the observed mean, which is the least certain number here. If there are as many
     observations already, the true difference is probably between 0 and the margin: the result is then the number that
-    decides in one of the two ways if the observed mean is the true one. `alpha` is the level of the two-sided test.
+    decides in one of the two ways if the observed mean is the true one.
+
+    Args:
+        n: number of observations so far.
+        mean, spread: mean and standard deviation of the observed differences.
+        alpha: level of the two-sided test.
     """
     both_ends = (1 + POWER) / 2  # at 0 each of the two one-sided tests fails in half of the cases
     decided = max(observations(margin / spread, alpha), observations(margin / spread, ALPHA, both_ends, 1))

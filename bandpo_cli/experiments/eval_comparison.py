@@ -90,8 +90,12 @@ class ComparisonResult:
 def compare(a: str, b: str, runs_dir: Path | str = "runs", margin: float = MARGIN) -> ComparisonResult:
     """Compare two evaluations problem by problem: B − A, with paired 95% intervals and verdicts.
 
-    An evaluation is its name in `runs_dir`, its folder or its eval.json; or RUN or RUN@STEP as evaluated in training.
-    `margin` is the margin of equivalence, in units of accuracy.
+    Args:
+        a: an evaluation's name in `runs_dir`, its folder or its eval.json; or RUN or RUN@STEP as evaluated in training.
+        b: another one.
+        margin: margin of equivalence, in units of accuracy.
+
+    Raises UserError if there is no such evaluation, the two share no problem, or the margin is not between 0 and 1.
     """
     check_margin(margin)
     path_a, path_b = (_find_record(str(text), given_path(runs_dir)) for text in (a, b))

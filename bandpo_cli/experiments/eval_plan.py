@@ -136,9 +136,10 @@ def plan_evaluation(
     runs_dir: Path | str = "runs",
     **options: Unpack[EvalOptions],
 ) -> EvalPlan:
-    """Check everything that can be checked without torch, and load the problems.
+    """Check everything that can be checked without torch, and load the problems; the arguments are as for `evaluate`.
 
-    `base` are settings that the options override; the other arguments are as for `evaluate`.
+    `base` are settings that the options override. Raises UserError if there is no such model, task or file, or a
+    setting cannot be used.
     """
     n, k = options.get("n"), options.get("k")
     tasks = [tasks] if isinstance(tasks, str) else tasks

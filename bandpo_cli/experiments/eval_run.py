@@ -80,7 +80,8 @@ _Events = Dispatcher[EvalInfo, "Batch", EvalResult]
 class _Source:
     """A source of graded completions, whose `ids` are the problems of each set, by label.
 
-    All ranks iterate over `batches(done=...)` together, and each gets all completions that are not stored yet.
+    `batches(done=...)` samples or reads, and grades, the completions that are not stored yet. With several ranks, all
+    of them iterate together, and each gets all completions.
     """
 
     config: RunConfig

@@ -86,6 +86,10 @@ def export_verl(
     Args:
         changes: lines of `verl_files.settings_for_cluster`, for README.md.
         allow_differences: export settings that verl computes differently, with verl's own; README.md lists them.
+
+    Raises:
+        ConfigError: verl cannot run the configuration, or computes something differently and that is not allowed.
+        UserError: the folder exists, or cannot be written.
     """
     import pyarrow.parquet
 
@@ -152,6 +156,10 @@ def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") ->
 
     Adapters are merged into the weights as they are for the sampler during training. Of a run that trains all weights,
     the files of the checkpoint are copied. `model` is a run (NAME or NAME@STEP), or an adapter folder of peft.
+
+    Raises:
+        UserError: there is no such run or folder, the model cannot be loaded, or `out` exists or cannot be written.
+        RunError: there is not enough memory for the model.
     """
     out = Path(out)
     if path_exists(out) or out.is_symlink():
@@ -368,7 +376,10 @@ def _trackers(path: Path, named: bool, uri: str | None) -> Iterable[str | None]:
 
 
 def _send(path: Path, tracker: str | None, uri: str | None, failed_places: dict[str, str]) -> SyncReport:
-    """Send one run to one tracker, unless its place has failed before: each attempt may take the server's timeout."""
+    """Send one run to one tracker; the error of a tracker is added to `failed_places`, by its place.
+
+    Nothing is sent to a place in `failed_places`: each attempt may take the timeout of the server.
+    """
     if tracker is None:
         return SyncReport(path.name, skipped="it has no tracker; name it to send it")
     place = tracker

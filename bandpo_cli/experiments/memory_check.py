@@ -35,7 +35,8 @@ OnEstimate = Callable[[RunConfig, "MemoryEstimate"], None]
 def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> MemoryEstimate:
     """Estimate the memory of a run on the GPU of this rank, or on this machine where there is none. Imports torch.
 
-    `training` is False for an evaluation, which has no updates.
+    `training` is False for an evaluation, which has no updates. Raises UserError if the model's architecture cannot be
+    read, or this machine has no such GPU or no memory left on it.
     """
     from bandpo_cli.models.memory_estimate import Device, estimate_memory
 
@@ -239,7 +240,10 @@ def memory_savings(
 ) -> list[tuple[str, str]]:
     """Return settings with values that lower the memory, those that cost least first.
 
-    `training` is False for an evaluation, or a GPU that only samples; the run could use `gpus` GPUs in place of one.
+    Args:
+        training: False for an evaluation, or a GPU that only samples, which have no updates.
+        engine_has_gpu: the engine process has a GPU to itself, so that the trainer's has more memory.
+        gpus: number of GPUs that the run could use in place of one.
     """
     model, sampling, vllm = config.model, config.sampling, config.sampling.vllm
     savings = []

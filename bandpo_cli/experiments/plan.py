@@ -64,7 +64,11 @@ FIXED_SETTINGS = ("model.path", "model.revision", "model.dtype", "model.lora")
 
 @dataclass(frozen=True)
 class Fork:
-    """A checkpoint of `run`, the parent, that new runs continue."""
+    """The checkpoint of another run, the parent, that a new run continues; its progress is as the new run counts it.
+
+    With `keeps_batch` the new run trains on the batches that the parent has sampled ahead. `changes` has the settings
+    that differ: the values of the parent and of the fork.
+    """
 
     run: RunFolder
     progress: Progress  # in a plan as the new run counts it
@@ -134,6 +138,8 @@ def plan_training(
 
     `name` is the name of the run folder; None for method, task, seed and time. `ranks` is the number of processes; None
     for those that torchrun has started, 1 without it.
+
+    Raises UserError if a setting cannot be used, the name is taken, or nothing can be written to `runs_dir`.
     """
     task_name = re.sub(r"[^A-Za-z0-9_.+=-]+", "-", config.task.title)[:60]
     default = timestamped(f"{config.bounds.slug()}-{task_name}-s{config.seed}")
@@ -169,7 +175,11 @@ def read_numbers(option: str, text: str, first: int, last: int) -> list[int]:
 
 
 def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
-    """Check custom code, model and engine; return the settings, with all options of a custom method, and the task."""
+    """Check settings that validation alone cannot check; return them with all options of a custom method, and the task.
+
+    The problems of the task are loaded. Raises ConfigError for custom code, a model path, an engine or a task that
+    cannot be used.
+    """
     if isinstance(config.bounds, CustomSettings):
         from bandpo_cli.objective.custom_methods import check_method
 
@@ -207,7 +217,11 @@ def callback_class(name: str) -> type[TrainCallback]:
 
 
 def load_task(config: RunConfig, trial: bool = True) -> Task:
-    """Return the task of a run with its problems, once model, task and graders are checked, with `trial` by calls."""
+    """Return the task of a run with its problems loaded.
+
+    With `trial`, asynchronous graders are called once. Raises ConfigError if the model cannot be trained or not on this
+    task, the task has no problems, or a grader cannot be used.
+    """
     path = config.model.path
     if path not in BUNDLED_MODELS:
         check_model_path(path)
@@ -279,7 +293,10 @@ def check_graders(
 def problems_by_grader(
     problems: Sequence[Problem], rewards: Sequence[RewardComponent] | None
 ) -> dict[str, Sequence[Problem]]:
-    """Return the problems of every grader by name, for `rewards` all; not those of environments and controls."""
+    """Return the problems that every grader grades by name, for `rewards` all; not those of environments and controls.
+
+    A grader that compares with a reference answer grades no problem without one.
+    """
     added = [reward.grader for reward in rewards or () if reward.grader and not reward.is_control]
     by_grader: dict[str, Sequence[Problem]] = {}
     for name in dict.fromkeys([*(problem.grader for problem in problems), *added]):

@@ -74,6 +74,9 @@ def resume(
 
     Steps after the checkpoint are removed once the model and its state are loaded, not before. `settings` changes some
     of `CHANGEABLE_SETTINGS`; `{"steps": n}` trains further. The rest is as for `train`.
+
+    Raises UserError if the run is complete or imported from verl, its record is damaged, or a setting was given that
+    cannot change.
     """
     with locked_resume(run, runs_dir, settings) as plan:
         return run_plan(plan, callbacks, stop_requested)
@@ -91,6 +94,8 @@ def fork(
 
     `run` is RUN or RUN@STEP. RUN is a name in `runs_dir` or a folder, and means its last complete checkpoint.
     `settings` changes the settings of RUN. The rest is as for `train`.
+
+    Raises UserError if there is no such checkpoint, or a setting cannot be used or cannot be changed.
     """
     return run_plan(plan_fork(run, settings, runs_dir, name), callbacks, stop_requested)
 
@@ -106,9 +111,15 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
             the run ends with status KILLED.
 
     Returns the folder, the status (FINISHED or KILLED) and the lines of metrics.jsonl, the same on every rank. A run
-    that a criterion of `stop` or a callback has ended is FINISHED. After a RunError the record is closed, and `end` has
-    been called with status FAILED: the memory or the disk is full, an update is not finite, every answer of a step is a
-    grader error (`GraderFailedError`), or the process of another rank has ended (`LostRankError`).
+    that a criterion of `stop` or a callback has ended is FINISHED.
+
+    Raises:
+        UserError: a setting cannot be used, the model or the checkpoint cannot be loaded, or the run needs more memory
+            than its GPU has; nothing has been written.
+        RunError: the device has not enough memory, the disk is full, an update is not finite, or (`GraderFailedError`)
+            every answer of a step or an evaluation is a grader error. The record is closed and `end` has been called
+            with status FAILED.
+        LostRankError: the process of another rank has ended; a RunError.
     """
     with ExitStack() as stack:
         events, config, components = start_run(plan, callbacks, stack)
@@ -226,10 +237,15 @@ def _warn_of_grader_errors(
 
 
 def open_folder(plan: Plan, config: RunConfig, components: Components | None, stack: ExitStack) -> RunFolder:
-    """Create the folder of a new run, or cut that of a resume back to its checkpoint, once the components are loaded.
+    """Open the folder of a plan for writing, once all that the run needs has been loaded.
 
-    The folder of a fork gets the record and the checkpoint of the parent. With config.yaml, which is written last, the
-    folder is a run. Rank 0 holds the lock of a new folder until `stack` closes; the caller holds the lock of a resume.
+    The folder of a new run is created, with the record and the checkpoint of the parent of a fork. With config.yaml,
+    which is written last, the folder is a run. A folder of a resume is cut back to the step of its checkpoint. Rank 0
+    holds the lock of a new folder, until `stack` closes; the caller holds the lock of a resume.
+
+    Args:
+        config: the settings for config.yaml.
+        components: None for a resume of a run whose steps are all done.
     """
     folder = plan.folder
     if components is None:
@@ -251,7 +267,11 @@ def open_folder(plan: Plan, config: RunConfig, components: Components | None, st
 
 
 def run_environment(config: RunConfig, components: Components) -> dict[str, Any]:
-    """Return the content of env.json; its entry `RESOLVED` has engine, dtype, and the known commits on the hub."""
+    """Return the content of env.json. Its entry `resolved` has what settings such as `auto` resolved to.
+
+    `model` there is the commit of a model on the hub, None for a folder; `data` has the known commits of the data sets
+    on the hub by id.
+    """
     policy, task, data = components.policy, config.task, {}
     if isinstance(task, DataTask):
         commits = {name: cached_commit(name, "dataset", task.revisions.get(name)) for name in hub_ids(task)}

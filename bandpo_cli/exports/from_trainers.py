@@ -41,7 +41,7 @@ class Translation:
     """
 
     def __init__(self, trainer: str, given: Mapping[str, Any]) -> None:
-        """Translate keys as `read_trainer_file` returns them; for trl they may have `num_processes`, the ranks."""
+        """Translate keys of `read_trainer_file`, for trl with `num_processes`; raise ConfigError for a mistake."""
         self.trainer, self.title, self.given, self.updates = trainer, trainer.replace("trl", "TRL"), given, 1
         self.rows, self._losses = trainer_keys(trainer), trainer_keys(f"{trainer}_losses")
         self.settings: dict[str, tuple[Any, str]] = {}

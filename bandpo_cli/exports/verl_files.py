@@ -64,8 +64,13 @@ MACHINE = {
 def settings_for_cluster(
     run: str, layers: Sequence[Layer] = (), runs_dir: Path | str = "runs"
 ) -> tuple[RunConfig, list[str]]:
-    """Return the settings of a run, which `layers` override, for a job on GPUs, and a line for each of `MACHINE` that
-    changed.
+    """Return the settings of a run for a job on GPUs, and a line for each of `MACHINE` that changed.
+
+    Args:
+        layers: further settings, which win.
+
+    Raises:
+        UserError: there is no such run.
     """
     from bandpo_cli.storage.run_folder import RunFolder
 

@@ -175,7 +175,10 @@ def grade_by_coin(problem: Problem, text: str) -> Grade:
 
 
 def grade_form(problem: Problem, text: str) -> Grade:
-    """Return reward 1 if the grader of the answers, or a majority vote, can read an answer in the text."""
+    """Return reward 1 if the grader of the answers can read an answer in the text, correct or not.
+
+    An answer for a custom grader is what majority votes take as the answer.
+    """
     name = str(problem.extra[ANSWER_GRADER])
     if name not in GRADERS:
         return CORRECT if voted_answer(text, name) is not None else MALFORMED
@@ -192,7 +195,10 @@ def grade_tagged(problem: Problem, text: str) -> Grade | tuple[str, str, str, st
 
 
 def without_remark(answer: str) -> str:
-    """Remove a remark after a plain number: "18 because 9 * 2 = 18", "18 dollars (nine eggs at $2 each)"."""
+    """Remove a remark after a plain number: "18 because 9 * 2 = 18", "18 dollars (nine eggs at $2 each)".
+
+    A remark begins with "because" or "since", or is a phrase in parentheses at the end.
+    """
     remark = _REMARK.search(answer)
     if remark is None:
         return answer
@@ -229,7 +235,8 @@ def canonical_text(answer: str) -> str:
 def tagged_answer(text: str) -> str | None:
     """Return the content of the last <answer>...</answer> pair; None if there is none, or a longer one than the limit.
 
-    The pairs are those of `reasoning_gym.utils.extract_answer`, whose regular expression takes quadratic time.
+    The pairs are those of `reasoning_gym.utils.extract_answer`: from left to right, an opening tag and the first
+    closing tag after it. Its regular expression takes quadratic time for many opening tags, this function linear time.
     """
     *beginnings, _ = text.split("</answer>")
     for beginning in reversed(beginnings):
@@ -289,7 +296,10 @@ def reference_of(problem: Problem) -> str:
 
 
 def unparsed_references(problems: Iterable[Problem], config: GradingConfig) -> str | None:
-    """Return a line on references that `math` cannot parse, for which only equal texts are correct; None without."""
+    """Return a line with the number of references that the grader `math` cannot parse and the first three, or None.
+
+    Only an answer with the same text is correct for them. Plain numbers and words need no worker process.
+    """
     golds = {reference_of(problem): problem.answer for problem in problems}
     formulas = [
         gold

@@ -59,7 +59,10 @@ def score(name: str, options: str, entry: str, answer: str) -> float | dict[str,
 
 
 def evaluate_literal(text: str) -> Any:
-    """Return the value of literals, lists and integer arithmetic, in place of `eval`; raise ValueError for others."""
+    """Return the value of a text of literals, lists and integer arithmetic, in place of `eval`.
+
+    Raise ValueError if the text contains anything else (a name, a call, an attribute), and SyntaxError like `eval`.
+    """
 
     def value_of(node: ast.expr) -> Any:
         match node:

@@ -100,7 +100,10 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         return self.begin(problems, texts)()
 
     def begin(self, problems: Sequence[Problem], texts: Sequence[str]) -> Callable[[], list[Grade]]:
-        """Submit completions [N] to workers, also while others wait; return the function that waits for the grades."""
+        """Submit completions [N] to workers; return the function that waits for the grades, which `grade` returns.
+
+        While another thread waits for the grades of other completions, the workers grade these, too.
+        """
         grades: dict[int, Grade] = {}
         errors: dict[str, str] = {}
         pending_answers: dict[str, dict[int, GraderArguments]] = defaultdict(dict)
@@ -317,7 +320,10 @@ def grade_components(
 
 
 def graded_by(component: RewardComponent | None, problems: Sequence[Problem]) -> Sequence[Problem]:
-    """Return the problems with the grader of the component if it names one; a control also gets that of the answers."""
+    """Return the problems with the grader of the component; unchanged if the component names none.
+
+    A control also gets the name of the grader of the answers.
+    """
     if component is None or (grader := component.grader) is None:
         return problems
     if not component.is_control:
@@ -349,7 +355,10 @@ def all_calls_failed(
     ranks: Ranks,
     is_tolerated: bool = True,
 ) -> bool:
-    """Return True if all verdicts of all ranks are `grader-error`; raise GraderFailedError if that is not tolerated."""
+    """Return True if all verdicts of all ranks, which call this together, are `grader-error`.
+
+    Raise GraderFailedError then unless all graders are asynchronous, and their failures tolerated.
+    """
     if {*verdicts} != {GRADER_ERROR.verdict}:
         return False
     uses = ranks.gather(dict(pool.uses))

@@ -204,7 +204,10 @@ def named_values(text: str) -> dict[str, str]:
 
 
 def values_first(text: str) -> str:
-    """Return `2, 3` for `x_1=2, x_2=3`, the values of one name, `x = 5` for `5 = x`, and other texts unchanged."""
+    """Return the values of one name as a list, and an equation with a name on its right side with the name first.
+
+    `x_1=2, x_2=3` is `2, 3`, and `5 = x` is `x = 5`.
+    """
     pairs = _assignments(text)
     names = {re.sub(r"_.*|[0-9]", "", name) for name, _ in pairs}
     if len(names) == 1:

@@ -100,7 +100,10 @@ def load_worker(path: str) -> BatchGrader:
 
 
 def load_grader(name: str) -> BatchGrader:
-    """Import a custom grader with the signature that `name` or its parameters have; raise ValueError if that fails."""
+    """Import a custom grader and adapt its signature, which `name` states or its parameter names show.
+
+    Raise ValueError if the import fails, or the function cannot be called in the way that `name` states.
+    """
     signature, path = split_signature(name)
     function = GraderFunction(load_function(path))
     for key, entry in SIGNATURES.items():
@@ -215,8 +218,9 @@ def grade_from_result(result: Any) -> Grade:
 def adapt_verl(function: GraderFunction) -> BatchGrader:
     """Adapt verl's `compute_score`: one completion per call, or lists if it has the parameters of the batch form.
 
-    The arguments that the function has are passed by name, as to the functions of `verl.utils.reward_score`. A score is
-    any number, or a dictionary with `score` and, optionally, `acc`. Raise ValueError if the function has neither form.
+    The arguments are passed by name, without those that the function does not have, so that the functions of
+    `verl.utils.reward_score` can be named directly. A score is any number, or a dictionary with `score` and,
+    optionally, `acc`. Raise ValueError if the function has neither form.
     """
     batched = "solution_strs" in function.parameters
     plural = "s" if batched else ""
@@ -294,7 +298,10 @@ def _unlimited_grade(score: float, accuracy: float | None = None) -> Grade:
 
 
 def finite(value: Any, expected: str, is_share: bool = False) -> float:
-    """Return a finite number, for a share in [0, 1]; raise ValueError, with what was `expected`, for anything else."""
+    """Return a finite number, also of NumPy or torch; raise ValueError for anything else, or for a share not in [0, 1].
+
+    `expected` describes the numbers in the message.
+    """
     number = value.item() if hasattr(value, "item") else value
     is_finite = isinstance(number, Real) and math.isfinite(number)
     if not is_finite or (is_share and not 0 <= float(number) <= 1):

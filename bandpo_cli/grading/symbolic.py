@@ -54,7 +54,10 @@ _TEST_POINTS = (0.5, 1.3)
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """Return True if LaTeX or plain text equals the reference; text that cannot be parsed equals nothing."""
+    """Return True if an answer equals the reference, as expressions, equations, sets, intervals or matrices.
+
+    Both are LaTeX or plain text; text that cannot be parsed equals nothing.
+    """
     if _DATE.fullmatch(gold):  # would be read as a difference
         return False
     gold, answer = (values_first(readable(text.replace("$", " ")).strip()) for text in (gold, answer))

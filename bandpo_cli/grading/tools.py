@@ -156,7 +156,10 @@ def _schemas(functions: Mapping[str, Callable[..., Any]]) -> list[dict[str, Any]
 
 
 def load_tools(paths: Sequence[str]) -> BatchGrader:
-    """Import tools, without the seconds that the import of transformers takes; raise ValueError where that fails."""
+    """Import tools, without the seconds that the import of transformers takes; raise ValueError where that fails.
+
+    Synchronous tools among asynchronous ones run in threads.
+    """
     functions = _functions(paths)
     asynchronous = any(map(inspect.iscoroutinefunction, functions.values()))
 
@@ -182,7 +185,10 @@ def _functions(paths: Sequence[str]) -> dict[str, Callable[..., Any]]:
 async def call_tool(
     functions: Mapping[str, Callable[..., Any]], name: str | None, arguments: Any, in_threads: bool = False
 ) -> dict[str, Any]:
-    """Return `content` and `failed` of a call; an unreadable call has the name None and its error as arguments."""
+    """Return the result of a call: `content` as a text, and whether it `failed`.
+
+    The name of a call that was not readable is None, and its arguments are the error.
+    """
     if name is None or name not in functions:
         error = arguments if name is None else f"no tool '{name}'; there are {', '.join(functions)}"
         return {"content": f"Error: {error}", "failed": True}

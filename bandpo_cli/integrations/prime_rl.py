@@ -11,11 +11,19 @@ def band_loss(
 ) -> LossOutputs:
     """Return the sum of the clipped losses of one sequence, which prime-rl divides by the tokens of the batch.
 
-    π_old is the policy that sampled the sequence (`inference_logprobs`). Positions outside `loss_mask` may have any
-    values. The settings of the Band are those of `bandpo_cli.bounds.band_bounds`, which raises ConfigError.
+    π_old is the policy that sampled the sequence (`inference_logprobs`).
 
-    The metrics are the shares `band/upper_fraction` and `band/lower_fraction` of the tokens of the mask whose gradient
-    is zero: above the upper bound at a positive, or below the lower bound at a negative advantage.
+    Args:
+        inputs: one sequence, [seq] each: `trainer_logprobs` with gradient, `inference_logprobs`, `advantages`,
+            `loss_mask` (bool), and `loss_weights` or None. Positions outside the mask may have any values.
+        divergence, delta, max_ratio: the settings of the Band, as in `bandpo_cli.bounds.band_bounds`.
+
+    Returns:
+        The scalar loss, and the shares `band/upper_fraction` and `band/lower_fraction` of the tokens of the mask whose
+        gradient is zero: above the upper bound at a positive, or below the lower bound at a negative advantage.
+
+    Raises:
+        ConfigError: a setting is invalid.
     """
     mask = inputs.loss_mask
     logprobs, old_logprobs, advantages = (

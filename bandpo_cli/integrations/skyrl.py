@@ -39,11 +39,20 @@ def band_loss(
     """Return the sum of the clipped losses over the mask, and SkyRL's metrics.
 
     SkyRL scales the advantages by its `loss_reduction` before it calls a policy loss; their sign is what the bounds
-    need. The log-probs [B, T] are in nats; `loss_mask` [B, T] is 1 for sampled tokens, None for all. `rollout_logprobs`
-    are those of the sampling engine, for the `off_policy_correction` of `config`.
+    need.
 
-    The metrics are `clip_ratio` (tokens whose gradient the bounds remove), its two parts `clip_ratio_upper` and
-    `clip_ratio_lower`, and those of the off-policy correction.
+    Args:
+        log_probs: [B, T], log π(token), nats, with gradient.
+        old_log_probs: [B, T], log π_old(token), nats.
+        advantages: [B, T], scaled.
+        config: SkyRL's settings, of which `off_policy_correction` applies here.
+        loss_mask: [B, T], 1 for sampled tokens; None for all.
+        rollout_logprobs: [B, T], log-probs of the sampling engine, for the off-policy correction.
+        divergence, delta, max_ratio: the settings of the Band, as in `bandpo_cli.bounds.band_bounds`.
+
+    Returns:
+        The scalar loss, and the metrics `clip_ratio` (tokens whose gradient the bounds remove), its two parts
+        `clip_ratio_upper` and `clip_ratio_lower`, and those of the off-policy correction.
     """
     losses, clipped = band_losses(log_probs, old_log_probs, advantages, divergence, delta, max_ratio)
     shares = {"": clipped.active, "_upper": clipped.at_upper, "_lower": clipped.at_lower}

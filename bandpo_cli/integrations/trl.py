@@ -86,8 +86,13 @@ class BandGRPOConfig(GRPOConfig):  # type: ignore[misc]
 class BandGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer with the Band of each token in place of the interval [1 − epsilon, 1 + epsilon_high].
 
-    It takes the arguments of GRPOTrainer; `args` must be a `BandGRPOConfig`, else it raises ConfigError. While the loss
-    of a micro-batch is computed, TRL's `epsilon_low` and `epsilon_high` are [B, T].
+    It takes the arguments of GRPOTrainer; `args` must be a `BandGRPOConfig`.
+
+    Attributes:
+        epsilon_low, epsilon_high: TRL's numbers; [B, T] while the loss of a micro-batch is computed.
+
+    Raises:
+        ConfigError: `args` is missing or of another type.
     """
 
     epsilon_low: float | torch.Tensor

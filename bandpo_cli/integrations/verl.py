@@ -71,13 +71,19 @@ def band_policy_loss(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the clipped loss of verl's `vanilla` with the Band in place of the fixed interval, and its metrics.
 
-    The log-probs [B, T] are in nats; values outside `response_mask` (bool, or 0 and 1) have no effect, whatever they
-    are. `loss_agg_mode` is a mode of verl's `agg_loss`, and `rollout_is_weights` are verl's importance weights.
-    `config` is verl's ActorConfig, whose `policy_loss` is a `BandPolicyLossConfig`. Its `clip_ratio_c` is the dual
-    clip: for a negative advantage a, a token's loss never exceeds −clip_ratio_c·a.
+    Args:
+        old_log_prob: [B, T], log π_old(token), nats.
+        log_prob: [B, T], log π(token), nats, with gradient.
+        advantages: [B, T].
+        response_mask: [B, T], bool or 0 and 1; values outside it have no effect, whatever they are.
+        loss_agg_mode: a mode of verl's `agg_loss`.
+        config: verl's ActorConfig, whose `policy_loss` is a `BandPolicyLossConfig`. Its `clip_ratio_c` is the dual
+            clip: for a negative advantage a, a token's loss never exceeds −clip_ratio_c·a.
+        rollout_is_weights: [B, T], verl's importance weights; None for none.
 
-    The metrics are those of `vanilla`, and the shares of tokens that the upper and the lower bound clip and that are
-    outside the bounds for any sign of the advantage.
+    Returns:
+        The loss, a scalar, and metrics: those of `vanilla`, and the shares of tokens that the upper and the lower bound
+        clip and that are outside the bounds for any sign of the advantage.
     """
     settings, mask = config.policy_loss, response_mask.bool()
     old, new = (torch.where(mask, logprobs, 0.0) for logprobs in (old_log_prob, log_prob))

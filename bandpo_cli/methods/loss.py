@@ -109,13 +109,23 @@ class PolicyLoss:
         return self.settings.adapt(batch, logprobs)
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        """Return the loss of each token of a micro-batch, [n], before it is weighted, from log π with gradient, [n]."""
+        """Return the loss of each token, [n], before it is weighted.
+
+        Args:
+            logprobs: [n] float32, log π(token) under the policy being updated, nats, with gradient.
+            batch: the n tokens of a micro-batch.
+        """
         return self.settings.token_losses(logprobs, batch)
 
     def clip_state(
         self, columns: Columns, ratios: Tensor, advantages: Tensor, gradient_weights: Tensor
     ) -> ClipState:
-        """Return which tokens the method clips, from columns [N]; here those with an advantage and no gradient."""
+        """Return which tokens the method clips; here those with an advantage and no gradient.
+
+        Args:
+            columns: what `prepare` returned, [N] each.
+            ratios, advantages, gradient_weights: [N], as in `LossBatch` and `LossOutputs`.
+        """
         zero, outside = gradient_weights == 0, None
         if self.interval is not None:
             outside = (ratios < self.interval[0]) | (ratios > self.interval[1])

@@ -74,7 +74,10 @@ class RipoSettings(MethodSettings):
     """The lower bound is at least min_ratio, the upper bound at most max_ratio."""
 
     def ratio_bounds(self) -> BoundsFunction:
-        """Return max(1 − √(δ/p), min_ratio) and min(1 + √(δ/p), max_ratio), perhaps above 1/p (equation 11)."""
+        """Return max(1 − √(δ/p), min_ratio) and min(1 + √(δ/p), max_ratio) (equation 11); [1, 1] for NaN.
+
+        The upper bound may exceed 1/p.
+        """
 
         def ends(inverse_p: Array) -> tuple[Array, Array]:
             xp = namespace(inverse_p)

@@ -97,7 +97,11 @@ class MethodSettings(TaggedSection):
         return {}
 
     def ratio_bounds(self) -> BoundsFunction:
-        """Return the interval of ratios beyond which tokens lose their gradient; raise ConfigError if there is none."""
+        """Return the interval of ratios beyond which the method removes a token's gradient, by the advantage's sign.
+
+        Raises:
+            ConfigError: the method has no interval of ratios; the message gives the reason.
+        """
         raise ConfigError(f"{self.method} has no interval of ratios: {self.entry.without_bounds}")
 
     def interval_curves(self) -> dict[str, BoundsFunction]:

@@ -167,7 +167,11 @@ def load_policy(
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
-    """Return the config.json of a model that is no adapter; raise UserError for wrong files or quantized weights."""
+    """Return the config.json of a model that is no adapter, after a check of the folder's files.
+
+    Raises:
+        UserError: the folder is no model folder, its weights are quantized, or transformers does not support the model.
+    """
     source = _source(config)
     if config.path not in BUNDLED_MODELS:  # whose files come with the package
         model_files.check_model_files(source["pretrained_model_name_or_path"], config.path)
@@ -199,7 +203,10 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
 
 
 def meta_model(config: ModelConfig, model_config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """Return the model of a config.json on the meta device, after a check of the size of the stored weights."""
+    """Return the model of a config.json on the meta device, after a check of the size of the stored weights.
+
+    `options` are those of transformers' `from_config`, such as its dtype.
+    """
     options["trust_remote_code"] = config.trust_remote_code
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, **options)
@@ -250,7 +257,11 @@ def load_reference(policy: Policy, config: ModelConfig) -> Policy:
 
 
 def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write a folder that transformers and vLLM can load: weights, or with LoRA adapters for peft, and tokenizer."""
+    """Write a folder that transformers and vLLM can load: weights, or with LoRA adapters for peft, and tokenizer.
+
+    Args:
+        weights: what `weights_to_save` returns, or a copy; None for the weights in use.
+    """
     if lora.has_adapters(policy.model):
         save_adapter(policy.model, folder, weights)
     else:
@@ -297,9 +308,12 @@ def _attention(config: ModelConfig) -> str | None:
 
 
 def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig, on_gpu: bool) -> bool:
-    """Return whether the model is trained with gradient checkpointing; without an estimate, `auto` is true on a GPU.
+    """Return whether the model is trained with gradient checkpointing if its architecture can.
 
-    Raise UserError if the setting is true, and the architecture has none that works outside of training mode.
+    An `auto` for which the estimate of the memory has chosen nothing, since it has none, is true on a GPU.
+
+    Raises:
+        UserError: the setting is true, and the architecture has none that works outside of training mode.
     """
     supported, setting = bool(checkpointed_layers(model)), config.gradient_checkpointing
     if setting is True and not supported:

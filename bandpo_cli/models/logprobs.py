@@ -52,10 +52,14 @@ def token_logprobs(
     with_entropy: bool = False,
     with_sampling_entropy: bool = False,
 ) -> TokenLogprobs:
-    """Run the model on a batch and return the log-probs of its completion tokens, and the entropies that are asked for.
+    """Run the model on a batch and return the log-probs of its completion tokens.
 
     The model without its output layer runs on the T packed tokens. The output layer runs only on the N tokens that
     predict completion tokens, tile by tile. Gradients flow into the model's parameters if autograd is enabled.
+
+    Args:
+        temperature: the sampling temperature; the log-probs are those of the distribution that the sampler used.
+        with_entropy, with_sampling_entropy: also return the entropy at temperature 1, or at the sampling temperature.
     """
     progress()
     return run_forward(_token_logprobs, model, batch, temperature, with_entropy, with_sampling_entropy)
@@ -323,7 +327,10 @@ class _Tiles:
             yield columns
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the tokens and their float32 logits over the current columns, in one buffer for all."""
+        """Yield slices of the tokens and their logits over the current slice of the vocabulary.
+
+        The logits are float32, in the buffer of the previous logits.
+        """
         weight = self.weight_slice
         for start in range(0, len(self.hidden), self._height):
             hidden = self.hidden[rows := slice(start, start + self._height)]

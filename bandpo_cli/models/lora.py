@@ -40,9 +40,13 @@ def add_adapters(
 ) -> None:
     """Add an adapter to each target layer, in place, and freeze all other parameters.
 
-    The seed of the run and the shapes of the layers determine the initial adapters. Their config has `base` and
-    `revision`, folder, or hub id and commit, of the model, which is on the CPU or the meta device. Raise UserError if a
-    target is no linear layer of the model or its output layer, or the rank is too large.
+    Args:
+        model: the complete model, on the CPU or the meta device.
+        seed: seed of the run; with the shapes of the layers it determines the initial adapters.
+        base, revision: folder, or hub id and commit, of the model, for the config of the adapters.
+
+    Raises:
+        UserError: a target is no linear layer of the model or its output layer, or the rank is too large.
     """
     from peft import LoraConfig, inject_adapter_in_model
 

@@ -116,10 +116,14 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of a run, with the first values for settings that are `auto` that leave a margin.
 
-    `device` is that of the trainer and need not exist here; each rank has such a device, and with several the model is
-    sharded. `engine_device` is the GPU of the engine process if that is another one. An evaluation (not `training`) has
-    a complete model on each rank and no updates. Raise UserError if the model's config cannot be read, or
-    (`NoEstimateError`) its memory does not follow from shapes.
+    Args:
+        device: the device of the trainer, which need not exist here; each rank has such a device.
+        ranks: number of ranks; with more than one the model is sharded.
+        engine_device: the GPU of the engine process if there is one and it is not the trainer's.
+        training: False for an evaluation, which has a complete model on each rank and no updates.
+
+    Raises:
+        UserError: the model's config cannot be read, or (`NoEstimateError`) its memory does not follow from shapes.
     """
     config = with_dtype(config, device.on_gpu)
     model = build_on_meta_device(config.model)

@@ -156,7 +156,13 @@ def check_declared_size(model: PreTrainedModel, location: str, path: str) -> Non
 
 
 def base_config(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
-    """Return the settings of the base model, and the folder, if `model.path` is an adapter's; else these and None."""
+    """Return the settings of the base model if `model.path` is the folder of an adapter, and that folder.
+
+    Other settings are returned unchanged, with None.
+
+    Raises:
+        UserError: the adapter cannot be used, or there is no such base model.
+    """
     if config.path in BUNDLED_MODELS or not is_adapter_folder(adapter := user_path(config.path)):
         return config, None
     stated = _read_adapter_config(adapter)
@@ -228,7 +234,10 @@ def merge_adapter(model: PreTrainedModel, adapter: Path) -> None:
 
 
 def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
-    """Raise UserError if weights are missing (the loader fills them in), unknown, misshapen or not finite."""
+    """Raise UserError if weights are missing (the loader fills in random numbers), unknown, misshapen or not finite.
+
+    `info` is the loading info of `from_pretrained(..., output_loading_info=True)`.
+    """
     prefix = f"{model.base_model_prefix}."
     problems = {
         "missing": info["missing_keys"],

@@ -61,11 +61,13 @@ class TokenBatch:
 def balanced_owners(
     prompts_P: Sequence[int], completions_PG: Sequence[Sequence[int]], size: int
 ) -> list[list[int]]:
-    """Return the rank of each completion [P][G] of `size` ranks, from the tokens of prompts and completions.
+    """Distribute completions over ranks so that all ranks have about the same number of tokens.
 
-    All ranks get about the same number of tokens. A rank holds a prompt once for all of its completions. Groups go to
-    the ranks as a whole, those of the most tokens first; then completions move, one by one, from the rank with the most
-    tokens to the one with the fewest.
+    A rank holds a prompt once for all of its completions, so that a group on two ranks costs a second copy of its
+    prompt. Groups go to the ranks as a whole, those of the most tokens first; then completions move, one by one, from
+    the rank with the most tokens to the one with the fewest.
+
+    Returns the rank of each completion [P][G] of `size` ranks, from the tokens of prompts and completions.
     """
     costs_P = [prompt + sum(lengths) for prompt, lengths in zip(prompts_P, completions_PG, strict=True)]
     loads = [0] * size

@@ -52,7 +52,10 @@ _RUN = "run_as_forward"
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
-    """Move the shards of this rank to `device`, layer by layer, in place; trained parameters become float32."""
+    """Move the shards of this rank to `device`, layer by layer, in place; there are several ranks.
+
+    Parameters of a sharded model that require a gradient become float32, the others keep their dtype.
+    """
     dtype = model.dtype
     mesh = init_device_mesh(device.type, (ranks.size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -82,7 +85,11 @@ def forward_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def run_forward(function: Callable[..., T], model: PreTrainedModel, *args: Any) -> T:
-    """Return `function(model, ...)`; FSDP gathers the parameters outside of the layers, as for the model's forward."""
+    """Return `function(model, ...)`, which runs modules of the model other than the model itself.
+
+    FSDP gathers the parameters outside of the layers, such as those of the embedding, before the model's own forward
+    method; here it does so before `function`.
+    """
     if not is_sharded(model):
         return function(model, *args)
     return cast(T, getattr(model, _RUN)(function, *args))
@@ -194,7 +201,10 @@ def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write the adapters in the format of peft: `PeftModel.from_pretrained(base, folder)` loads them."""
+    """Write the adapters in the format of peft: `PeftModel.from_pretrained(base, folder)` loads them.
+
+    `weights` are what `adapter_weights` returns, or a copy; None for the tensors in use.
+    """
     tensors = {name: tensor.contiguous() for name, tensor in dict(weights or adapter_weights(model)).items()}
     save_file(tensors, folder / lora.ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = model.peft_config[lora.ADAPTER_NAME].to_dict() | {"inference_mode": True}
@@ -297,7 +307,14 @@ class ShardError(Exception):
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Write the shards of all ranks, which call this together, into an empty folder; ShardError if a rank fails."""
+    """Write the shards of all ranks into the empty folder `folder`; all ranks must call this together.
+
+    Each rank writes its shards of DTensors; one rank writes tensors that are equal on all ranks. The names are the same
+    on every rank.
+
+    Raises:
+        ShardError: a rank failed to write.
+    """
     numbers = _file_numbers(tensors, ranks)
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=numbers, save_distributed=True)
     with _shard_errors(ranks):
@@ -305,7 +322,11 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
 
 
 def saved_shapes(folder: Path) -> dict[str, torch.Size]:
-    """Return the shape of every complete tensor in the safetensors files of a folder, by name."""
+    """Return the shape of every complete tensor in the safetensors files of a folder, by name.
+
+    Raises:
+        OSError, SafetensorError, ValueError, KeyError: a file is missing or damaged.
+    """
     saved = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     shapes: dict[str, torch.Size] = {}
     for name, value in saved.items():
@@ -318,7 +339,13 @@ def saved_shapes(folder: Path) -> dict[str, torch.Size]:
 
 
 def read_shards(folder: Path, targets: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Read tensors of a folder into `targets`, each rank its shards; raise ShardError on all ranks if one fails."""
+    """Read tensors from the safetensors files of a folder into `targets`; all ranks must call this together.
+
+    The values are converted to the dtype of the target. Of a DTensor, each rank reads its shard.
+
+    Raises:
+        ShardError: a rank failed to read, for example a tensor that is missing, damaged or of another shape.
+    """
     reader, alone = HuggingFaceStorageReader(str(folder)), ranks.size == 1
     with _shard_errors(ranks), warnings.catch_warnings():
         if alone:  # DCP warns of what is intended

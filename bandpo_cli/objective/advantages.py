@@ -32,9 +32,12 @@ def group_advantages(
 ) -> Tensor:
     """Return the advantage of each completion: its reward less the mean of its group, in standard deviations (GRPO).
 
-    Source: arXiv 2402.03300; without `normalize_std`, the division by the unbiased deviation + 1e-6, it is Dr. GRPO's
-    (arXiv 2503.20783). Rewards are [P, G] float, one row per problem; completions that `has_reward_PG` excludes are in
-    no mean. The values are computed in float64.
+    Source: arXiv 2402.03300; without the deviation it is Dr. GRPO's (arXiv 2503.20783).
+
+    Args:
+        rewards_PG: [P, G] float, one row per problem. The values are computed in float64.
+        normalize_std: divide by the group's (unbiased) standard deviation + 1e-6; otherwise rewards are only centred.
+        has_reward_PG: [P, G] bool, False for completions without a reward, which are in no mean; None if all have one.
     """
     present = torch.ones_like(rewards_PG, dtype=torch.bool) if has_reward_PG is None else has_reward_PG
     _, centred, count = _centred(rewards_PG, present)

@@ -40,8 +40,12 @@ def custom_loss(settings: CustomSettings, objective: ObjectiveConfig) -> PolicyL
 def custom_bounds(settings: CustomSettings) -> BoundsFunction:
     """Return the bounds of a custom function, which receives log π_old in float64 and returns (lower, upper).
 
-    Each of the two is a tensor of the shape of log π_old, or a number. Types, devices and NaN are handled as in
-    `band_bounds`. Raise ConfigError if the method is a class, or fails, or does not return 0 ≤ lower ≤ 1 ≤ upper.
+    Each of the two is a tensor of the shape of log π_old, or a number. Types and devices are handled as in
+    `band_bounds`; a log-prob that is NaN has the bounds at probability 1.
+
+    Raises:
+        ConfigError: the method is a class, or cannot be used; and, when the bounds are computed, the function raises an
+            exception, or does not return 0 ≤ lower ≤ 1 ≤ upper.
     """
     function, options = _load(settings)
     if isinstance(function, type):

@@ -212,7 +212,10 @@ def report_metrics(tables: RunTables, sets: Sequence[str], level: float | None) 
     """Return the metrics that at least one run has a value of, the mean over several sets first.
 
     The first metrics are those of `scores_of`; only they are compared in a single set, not its area and pass@k.
-    `tables` has the means over `sets`; `level` is the accuracy of the entropy at equal accuracy.
+
+    Args:
+        tables: the runs with their means over `sets`.
+        level: the accuracy of the entropy at equal accuracy.
     """
     runs, n, compared = tables.runs, common_n(tables.runs, sets), scores_of(tables)
     passes = [key for key in runs.columns if key.startswith("pass_at_") and "/" not in key]
@@ -317,11 +320,15 @@ def compare_variants(
 
 
 def estimate(values: ArrayLike, limits: Limits = _NO_LIMITS) -> Estimate | None:
-    """Return the mean of `values`, one per seed or NaN, with its t-interval; None for no values.
+    """Return the mean of `values` with its t-interval; None for no values.
 
-    The interval is the part of Student's t-interval within the `limits` of the metric. The mean that it estimates is
-    within them too, so the coverage stays the same. An interval on the logit scale would be for another mean, and
-    undefined where a seed has the value 0 or 1.
+    The interval is the part of Student's t-interval within `limits`. The mean that it estimates is within them too, so
+    the coverage stays the same. An interval on the logit scale would be for another mean, and undefined where a seed
+    has the value 0 or 1.
+
+    Args:
+        values: [n], one value per seed; NaN for a seed without a value.
+        limits: smallest and largest value that the metric can have, such as 0 and 1 for a share.
     """
     known = _known(values)
     if not known.size:
@@ -336,8 +343,11 @@ def estimate(values: ArrayLike, limits: Limits = _NO_LIMITS) -> Estimate | None:
 def paired_test(changes: ArrayLike, limits: Limits = _NO_LIMITS) -> PairedTest | None:
     """Return the paired comparison of a variant with the baseline; None without a common seed.
 
-    Pairing removes what a seed changes in both variants alike, such as the order of the problems. `changes` are variant
-    − baseline, one per seed, NaN for a seed that one of them does not have; `limits` are those of the metric.
+    Pairing removes what a seed changes in both variants alike, such as the order of the problems.
+
+    Args:
+        changes: [n], variant − baseline, one value per seed; NaN for a seed that one of them does not have.
+        limits: limits of the metric; those of its differences follow from them.
     """
     known, widest = _known(changes), limits[1] - limits[0]
     if (change := estimate(known, (-widest, widest))) is None:

@@ -45,7 +45,10 @@ def control_notes(tables: RunTables, margin: float = MARGIN) -> list[str]:
     """Return a sentence per variant that is no control; none if all variants are controls, or no variant is.
 
     The gains are paired over the seeds, and the p-values are adjusted over all pairs of a variant and a control.
-    `tables` has the means over the evaluation sets.
+
+    Args:
+        tables: the runs with their means over the evaluation sets.
+        margin: margin of equivalence.
     """
     settings = tables.runs["settings"].groupby(level="variant", sort=False).first()
     controls = [str(name) for name, of_variant in settings.items() if is_control(of_variant)]

@@ -55,7 +55,13 @@ class IntervalRow(NamedTuple):
 
 
 def band_rows(probs: Sequence[float], name: str, delta: float, max_ratio: float | None) -> list[IntervalRow]:
-    """Return one row per probability in (0, 1], in the given order. Errors are those of `band_bounds`."""
+    """Return one row per probability in (0, 1], in the given order. Errors are those of `band_bounds`.
+
+    Args:
+        name: name of the divergence.
+        delta: radius of the trust region.
+        max_ratio: cap on the upper bounds; None for no cap.
+    """
     divergence, bounds = find_divergence(name), band_bounds(np.log(probs), name, delta, max_ratio)
     rows = []
     for prob, low, high in zip(probs, *(end.tolist() for end in bounds), strict=True):
@@ -113,9 +119,14 @@ def plot_intervals(
 ) -> None:
     """Plot the intervals of the given methods to `path`, as png, svg or pdf by its suffix.
 
-    A Band, with its upper bounds capped at `max_ratio`, is plotted for each divergence and each radius. `peers` are
-    names of methods, or custom functions. A dotted line marks each of the first 12 probabilities of `marked`. Raises
-    UserError if the file cannot be written.
+    Args:
+        divergences, deltas: a Band is plotted for each divergence and each radius.
+        peers: names of methods, or custom functions.
+        max_ratio: cap on the upper bounds of the Bands; None for no cap.
+        marked: probabilities to mark with a dotted line; the first 12 are shown.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     from matplotlib.ticker import LogLocator, NullLocator
 

@@ -138,8 +138,10 @@ def side_legend(
 ) -> None:
     """Put a legend right of the axes and shrink the axes to fit.
 
-    It is sorted by the last value of each variant, the largest first; `shading` is the meaning of the shaded areas, the
-    last entry, or "".
+    Args:
+        final_values: last value of each variant, by which the legend is sorted, the largest first.
+        styles: the line of each variant.
+        shading: meaning of the shaded areas, the last entry of the legend; "" where there are none.
     """
     names = sorted(final_values, key=lambda name: -final_values[name])
     handles: list[Line2D | Patch] = [Line2D([], [], **styles[name]) for name in names]

@@ -142,9 +142,12 @@ def common_curves(
 ) -> Curves:
     """Return the curves of each variant at the steps that all its runs have, without variants that have none.
 
-    On another axis, where `amounts` is what each run has taken, runs are not at the same place at a step: the places
-    are the means over the runs at these steps, within the range of all runs, and the values of a run are linear between
-    its own places. `values` and `amounts` have the index variant, seed and step.
+    On another axis, runs are not at the same place at a step: the places are the means over the runs at these steps,
+    within the range of all runs, and the values of a run are linear between its own places.
+
+    Args:
+        values: values with the index variant, seed and step.
+        amounts: what each run has taken on the axis, with the same index; None for steps.
     """
     curves = {}
     for name in names:

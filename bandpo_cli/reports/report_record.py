@@ -81,7 +81,10 @@ def record_runs(
 ) -> tuple[dict[str, Any], tuple[RunRecord, ...]]:
     """Return the settings that all runs share, without those that have no effect on the results, and the runs.
 
-    `runs` is `RunTables.runs`, which has the `metrics` as columns, and `seconds` the seconds by variant, seed and step.
+    Args:
+        runs: `RunTables.runs`.
+        seconds: by variant, seed and step.
+        metrics: keys of the metrics, which are columns of `runs`.
     """
     differing, records = differing_settings(runs["settings"]), []
     first: Settings = runs["settings"].iloc[0]

@@ -60,8 +60,13 @@ _CLIP_LINES = {
 def plot_run(folder: Path, out: Path | None = None, suffix: str = ".png", axis: Axis = STEP) -> list[Path]:
     """Plot the metrics of the run in `folder` and return the files that were written; a plot without data is skipped.
 
-    They are in `out`, by default `plots/` in the run folder, with the suffix `.png`, `.pdf` or `.svg`. Raises UserError
-    if `metrics.jsonl` or the record of an evaluation is damaged, or the run has no metric of the x axis.
+    Args:
+        out: folder of the plots; None for `plots/` in the run folder.
+        suffix: `.png`, `.pdf` or `.svg`.
+        axis: the x axis of the curves.
+
+    Raises:
+        UserError: `metrics.jsonl` or the record of an evaluation is damaged, or the run has no metric of the axis.
     """
     records, subtitle = RunFolder(folder).read_metrics(), run_subtitle(folder)
     amounts = axis.by_step(records, folder)

@@ -118,7 +118,11 @@ def read_runs(
 
 
 def amounts_of(table: pd.DataFrame, axis: Axis, folder: Path) -> pd.Series[float]:
-    """Return what a run has taken on an axis by step. Raises UserError if its metrics do not have it."""
+    """Return what a run has taken on an axis by step, from its metrics.
+
+    Raises:
+        UserError: the record has no such metric.
+    """
     if axis == STEP:
         return table.index.to_series().astype(float)
     amounts = _column(table, axis.key)
@@ -203,8 +207,10 @@ def at_axis(
 ) -> NDArray[np.float64]:
     """Return the values of a curve at points of an axis, [N], linear between the steps that have a value.
 
-    `axis` is what the run has taken by step, such as its sampled tokens. A point before the first or after the last
-    value of the curve has NaN.
+    Args:
+        curve: values by step; NaN for a step without one.
+        axis: what the run has taken by step, such as its sampled tokens; it has a value at each step of the curve.
+        points: [N], on the axis; a point before the first or after the last value of the curve has NaN.
     """
     known = curve.dropna()
     if known.empty:
@@ -342,15 +348,21 @@ def entropy_at_equal_accuracy(steps: pd.DataFrame) -> EqualAccuracy:
 
 
 def entropy_when_reached(entropy: pd.Series[float], accuracy: pd.Series[float], level: float) -> float | None:
-    """Return the entropy of the policy, nats per token, when `accuracy` first reaches `level` from below.
+    """Return the entropy of the policy when `accuracy` first reaches `level` from below; None if it never does.
 
-    None if it never does, if it starts at or above the level, or if no entropy was recorded between the two
-    evaluations. Between evaluations the accuracy is taken as linear. The value is read from the straight line fitted by
-    least squares to the entropies of the steps between the evaluations before and after that moment: this reduces the
-    noise of single steps and follows the trend. Where the line leaves the range of these entropies or of their steps,
-    the value is that at the end of the range.
+    Between evaluations the accuracy is taken as linear. The value is read from the straight line fitted by least
+    squares to the entropies of the steps between the evaluations before and after that moment: this reduces the noise
+    of single steps and follows the trend. Where the line leaves the range of these entropies or of their steps, the
+    value is that at the end of the range.
 
-    `entropy` and `accuracy` are by step; the entropy of a step is that of the policy after the step before.
+    Args:
+        entropy: nats per token by step; the value of a step is the entropy of the policy after the step before.
+        accuracy: held-out accuracy by step.
+        level: the accuracy at which the entropy is taken.
+
+    Returns:
+        Nats per token. None also if no entropy was recorded between the two evaluations, or if `accuracy` starts at or
+        above the level.
     """
     reached = (accuracy >= level).to_numpy()
     if reached[0] or not reached.any():

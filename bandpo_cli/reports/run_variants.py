@@ -38,9 +38,11 @@ SAME_VARIANT = ("seed", *WITHOUT_EFFECT)
 
 @dataclass(frozen=True)
 class VariantRun:
-    """A run and the variant that it belongs to; runs of different variants are paired by their seeds.
+    """A run and the variant that it belongs to.
 
-    A missing folder is allowed: the report lists the run as excluded.
+    Attributes:
+        seed: runs of different variants are paired by it.
+        folder: run folder. A missing folder is allowed: the report lists the run as excluded.
     """
 
     variant: str

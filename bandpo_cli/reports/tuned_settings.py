@@ -59,9 +59,12 @@ class TunedVariant:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The variants that a sweep's settings were chosen from, group by group, by a metric in the tuning sweep.
+    """The variants that a sweep's settings were chosen from. The fields are keys of `bandpo report --format json`.
 
-    The fields are keys of `bandpo report --format json`.
+    Attributes:
+        sweep: name of the tuning sweep.
+        metric: the metric that decides.
+        variants: the variants of the tuning sweep, group by group.
     """
 
     sweep: str
@@ -133,9 +136,15 @@ def choose(
 ) -> Tuning:
     """Return the variants with their values, the best of each group chosen; of equal variants the first.
 
-    `tables` has the same seeds for every variant, and `groups` the group of each variant. The reward takes the place of
-    the accuracy if rewards are not just 0 and 1. Raises UserError if the runs share no evaluation set, or have no value
-    of the metric.
+    Args:
+        sweep: name of the tuning sweep.
+        by: the metric that decides; more is better. The reward takes the place of the accuracy if rewards are not just
+            0 and 1.
+        tables: the runs, with the same seeds for every variant.
+        groups: the group of each variant.
+
+    Raises:
+        UserError: the runs share no evaluation set, or have no value of the metric.
     """
     metric = by if by == "area" else scores_of(tables)[0]
     runs = tables.average(common_sets(tables.runs)).runs

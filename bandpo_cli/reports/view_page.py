@@ -108,11 +108,15 @@ class ViewSource:
 
 
 def open_sources(names: Sequence[str], runs_dir: Path, step: int | None = None) -> list[ViewSource]:
-    """Return the content of a page: one run or evaluation, or the common problems of two, by name or folder.
+    """Return the content of a page: one run or evaluation, or the common problems of two.
 
-    Without a step it is the last one that is recorded, of two runs the last one that both have recorded. Raises
-    UserError if there is no such folder, the step is not recorded, the run has recorded no tokens, two sources share no
-    problem, or a file is damaged.
+    Args:
+        names: runs or evaluations: their names in `runs_dir`, or their folders.
+        step: a recorded step of the runs; None for the last one, of two runs the last one that both have recorded.
+
+    Raises:
+        UserError: there is no such folder, the step is not recorded, the run has recorded no tokens, two sources share
+            no problem, or a file is damaged.
     """
     recorded = [_recorded_steps(name, runs_dir, step) for name in names]
     steps = [set(of_run) for _, of_run in recorded if of_run is not None]

@@ -78,13 +78,18 @@ def write_report(
     """Compare the variants of a selection and write the files of the report into `out`.
 
     All results are computed from the run folders. Runs that are failed, unfinished or damaged are excluded and listed
-    with the reason. The notes of the selection come before those of the report. `axis` is what the runs are compared at
-    equal amounts of, and the axis of the plots; with `fit`, a saturating curve is fitted to the accuracies of each
-    variant.
+    with the reason. The notes of the selection come before those of the report.
 
-    Raises ConfigError if the margin is not between 0 and 1. Raises UserError if all runs are excluded, two runs of a
-    variant have the same seed, the runs share no evaluation set, the baseline is not a variant, the plan of the sweep
-    is damaged, no variant has enough evaluations for a fit, or `out` cannot be written to.
+    Args:
+        margin: margin of equivalence, in units of accuracy.
+        axis: what the runs are compared at equal amounts of, and the axis of the plots.
+        fit: fit a saturating curve to the accuracies of each variant.
+
+    Raises:
+        ConfigError: the margin is not between 0 and 1.
+        UserError: all runs are excluded, two runs of a variant have the same seed, the runs share no evaluation set,
+            the baseline is not a variant, the plan of the sweep is damaged, no variant has enough
+            evaluations for a fit, or `out` cannot be written to.
     """
     check_margin(margin)
     baseline, tuning = selection.baseline, read_tuning(selection.sweep)
@@ -189,7 +194,9 @@ def _finding(
 ) -> str:
     """Return the result in one sentence, which claims no more than the tests support.
 
-    `metric` is the first of the report, held-out accuracy or reward; the variant with its highest value comes first.
+    Args:
+        variants: highest value of `metric` first.
+        metric: the first of the report, held-out accuracy or reward.
     """
     tested = [
         (item, item.paired, item.p_holm)
@@ -380,7 +387,9 @@ def render(
 ) -> str:
     """Return the report as text of a file in `reports/templates`.
 
-    `plots` are PNG files by the names of `CAPTIONS`, `pages` links to pages of `bandpo view` by the name of the run.
+    Args:
+        plots: PNG files by the names of `CAPTIONS`.
+        pages: links to pages of `bandpo view` by the name of the run.
     """
     environment = Environment(
         loader=PackageLoader("bandpo_cli.reports"),

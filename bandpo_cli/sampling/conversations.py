@@ -72,7 +72,10 @@ class _Open:
 
 @dataclass
 class Conversations:
-    """The tools or the environment of a task, and its limits, with which `stream_completions` samples several turns."""
+    """The tools or the environment of a task, with which `stream_completions` samples several turns.
+
+    The limits are `task.max_turns`, `max_result_chars` and `max_turn_tokens`; `ranks` sample at the same time.
+    """
 
     encoder: PromptEncoder
     pool: ToolPool

@@ -78,7 +78,10 @@ class EngineProcess(Sampler):
             raise
 
     def sample_stream(self, requests: Requests, params: SamplingParams, in_order: bool = True) -> Stream:
-        """Yield number and completions [P][n] of each request; the process waits while the caller uses completions."""
+        """Yield number and completions [P][n] of each request, as the same engine in the trainer's process.
+
+        The process asks for requests as its engine has room for them. It waits while the caller uses completions.
+        """
         more, taken = iter(requests), dict[int, SampleRequest]()
         numbers, stopped = count(), None
         try:
@@ -108,7 +111,10 @@ class EngineProcess(Sampler):
         _checked(message)
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
-        """Send the weights, and compare log-probs as `SyncCheck` says; all ranks must call this together."""
+        """Send the weights, and compare log-probs as `SyncCheck` says; all ranks must call this together.
+
+        Errors as in `Sampler`, on all ranks if one fails.
+        """
         weights = checkpoint_weights(model)
 
         def send() -> None:
@@ -128,7 +134,10 @@ class EngineProcess(Sampler):
         return dict(self._call("describe"))
 
     def close(self) -> None:
-        """End the process: an idle engine shuts down, one that works is killed, and its caller gets RunError."""
+        """End the process: an idle engine shuts down, one that works is killed. Further calls do nothing.
+
+        A thread that waits for the engine gets RunError.
+        """
         child, error, self._error = self._child, self._error, self._error or "the engine process is closed"
         torch.set_num_threads(self._trainer_threads)
         if child is None:

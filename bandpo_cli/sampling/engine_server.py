@@ -101,7 +101,10 @@ class EngineServer:
         deterministic: bool,
         gpu: int | None,
     ) -> None:
-        """Build the engine, with a policy if it gets the settings of the model; `gpu` is the trainer's."""
+        """Build the engine, with a policy if it gets the settings of the model.
+
+        `gpu` is the number of the trainer's GPU in this process if the weights come through its memory.
+        """
         self._slots = receive_slots(self._pipe, gpu)
         torch.set_num_threads(threads)
         if deterministic:

@@ -102,7 +102,11 @@ class PromptEncoder:
         return cls(tokenizer, config.model.prompts, arguments, rows)
 
     def encode(self, problems_P: Sequence[Problem]) -> list[EncodedPrompt]:
-        """Return prompts as text and tokens; ConfigError if the template refuses one, or a token has no embedding."""
+        """Return the prompts of `problems_P` as text and tokens.
+
+        Raises:
+            ConfigError: the chat template refuses the messages or ignores an argument, or a token has no embedding.
+        """
         texts = [self._text(problem) for problem in problems_P]
         # A plain-text prompt is in the task's own format, and a chat template writes special tokens itself. Only raw
         # joined messages get the special tokens that the tokenizer adds before a text (a beginning-of-sequence token).
@@ -300,7 +304,11 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def drop_long_prompts(
     encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig, notes: list[str]
 ) -> Sequence[Problem]:
-    """Return the problems whose prompts fit, and add lines to `notes`; ConfigError if none fits, or two are equal."""
+    """Return the problems whose prompts are not empty and not too long; add lines on them to `notes`.
+
+    Raises:
+        ConfigError: there are no problems, all prompts are too long, or two questions have the same prompt.
+    """
     limit = config.sampling.max_prompt_tokens
     if not problems:
         raise ConfigError(f"'{label}' has no problems")

@@ -132,10 +132,15 @@ def stream_completions(
     version: int,
     conversations: Conversations | None = None,
 ) -> Generator[list[list[Completion]], None, None]:
-    """Yield the completions [P][n] of each request, with its problems [P], in order; a conversation has several turns.
+    """Yield the completions [P][n] of each request in order, sampled at the same time if the sampler can.
 
-    Raise StaleEngineError if the engine has other weights than those after `version` optimizer updates, RunError if the
-    system refuses to start a worker of the conversations.
+    Args:
+        requests: each with its problems [P].
+        conversations: samples several turns per completion; None for one.
+
+    Raises:
+        StaleEngineError: the engine has other weights than those after `version` optimizer updates.
+        RunError: the system refuses to start a worker of the conversations.
     """
     session = None if conversations is None else Session(conversations, params, sampler)
     source: Iterable[SampleRequest | None] = (request for _, request in requests)
@@ -176,7 +181,10 @@ def problem_per_completion(
 
 
 def with_coins(problems: Sequence[Problem], samples: int, seed: int, probability: float) -> list[Problem]:
-    """Return the problems of completions, [P·n], each with the side of a coin by its prompt's seed and its number."""
+    """Return the problems of completions, [P·n], each with the side of a coin for the grader `random`.
+
+    The coin of a completion depends on the seed of its prompt, `seed + i` for prompt i, and its number alone.
+    """
     tossed = []
     for index, problem in enumerate(problems):
         number = derive_seed(seed + index // samples, "coin", index % samples)
@@ -201,7 +209,10 @@ def graded_groups(
     reward: RewardConfig,
     max_tokens: int,
 ) -> list[Group]:
-    """Return one group per problem with the graded completions [P·G] and their shaped rewards."""
+    """Return one group per problem with the graded completions and their shaped rewards.
+
+    `texts` and `grades` are those of all completions, [P·G]; `max_tokens` is the most that a completion may have.
+    """
     lengths = [len(completion.token_ids) for completions in completions_PG for completion in completions]
     graded = zip(texts, grades, shaped_rewards(grades, lengths, max_tokens, reward), strict=True)
     groups = []

@@ -199,7 +199,10 @@ def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
 
 @dataclass(eq=False)
 class TransformersSampler(Sampler):
-    """Prefills each prompt once, repeats its cache n times, and removes ended completions from the batch."""
+    """Prefills each prompt once, repeats its cache n times, and removes ended completions from the batch.
+
+    At most `max_sequences` completions are sampled at the same time, but at least those of one prompt.
+    """
 
     model: PreTrainedModel
     pad_id: int
@@ -329,7 +332,8 @@ def build_transformers_sampler(config: SamplingConfig, policy: Policy) -> Sample
 def random_numbers(seeds_P: Sequence[int], samples: int, max_tokens: int) -> Iterator[Tensor]:
     """Yield the random numbers of the next token of n completions of each of P prompts, [P·n] float64 in [0, 1).
 
-    Those of a prompt depend on its seed alone, and every completion has one per token, also after its end.
+    Those of a prompt depend on its seed alone, and every completion has one per token, also after its end: a
+    completion depends neither on the other prompts of a batch nor on when other completions end.
     """
     generators = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds_P]
     for start in range(0, max_tokens, DRAWN_STEPS):

@@ -54,7 +54,10 @@ class SyncCheck:
     _remaining = 0  # syncs before the next complete check
 
     def __init__(self, policy: Policy | None, max_model_len: int) -> None:
-        """Sample the first prompt with the policy, if any; the engine allows `max_model_len` tokens, at least 2."""
+        """Sample the first prompt with the trainer's model; without a policy `check` compares nothing.
+
+        The engine allows `max_model_len` tokens, at least 2.
+        """
         completion = min(COMPLETION_TOKENS, max_model_len - 1)
         self._params = SamplingParams(SAMPLES, 1.0, completion, stop_ids=(), stops=False)
         self._length = min(PROMPT_TOKENS, max_model_len - completion)
@@ -63,7 +66,10 @@ class SyncCheck:
 
     @contextmanager
     def scheduled(self, always: bool = False) -> Iterator[bool]:
-        """Yield whether the sync of the block is checked completely, as with `always`; a failed sync does not count."""
+        """Yield whether the sync of the block is checked completely, in any case with `always`.
+
+        The sync counts if the block raises no error.
+        """
         remaining, self._remaining = 0 if always else self._remaining, 0
         yield remaining == 0
         self._remaining = (remaining or CHECK_EVERY) - 1
@@ -97,7 +103,10 @@ class SyncCheck:
 
 @torch.no_grad()
 def mean_gap(model: PreTrainedModel, prompt: Sequence[int], completions: Sequence[Completion]) -> float:
-    """Return the mean absolute difference in nats between reported log-probs and those of the trainer's model."""
+    """Return the mean absolute difference in nats between reported log-probs and those of the trainer's model.
+
+    The completions continue `prompt`, have one length, and were sampled at temperature 1.
+    """
     rows = torch.tensor([[*prompt, *completion.token_ids] for completion in completions], device=model.device)
     reported = torch.tensor([completion.logprobs for completion in completions])
     count = reported.shape[1]

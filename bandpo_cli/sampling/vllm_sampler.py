@@ -73,7 +73,11 @@ MAX_QUEUED = 8192
 
 
 class VllmSampler(Sampler):
-    """`vllm.LLM` in this process; see `Sampler` for the contract of each method."""
+    """`vllm.LLM` in this process; see `Sampler` for the contract of each method.
+
+    Attributes:
+        check: the comparison of log-probs with the policy's model after a sync.
+    """
 
     streams = True
 

@@ -139,10 +139,14 @@ class PolicyWorker:
         def reload_weights(self, **kwargs: Any) -> None: ...
 
     def policy_load(self, weights: Weights, version: int) -> list[str]:
-        """Load a complete set of weights through vLLM's loader; return a line per tensor that was not read or filled.
+        """Load a complete set of weights through vLLM's loader and set `policy_version` if all were loaded.
 
         The loader takes one tensor at a time. All tensors are taken, also those that it does not read: a sharded policy
-        gathers each of them, which all ranks do together. `policy_version` is set if all were loaded, else None.
+        gathers each of them, which all ranks do together.
+
+        Returns:
+            One line per weight that was not loaded: tensors that the loader did not read and parameters of the engine
+            that it did not fill. If there are any, `policy_version` is None.
         """
         model = self.model_runner.get_model()
         parameters = {name for name, _ in model.named_parameters()}

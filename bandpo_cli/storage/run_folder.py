@@ -53,7 +53,13 @@ _OTHER_FOLDERS = {
 
 @dataclass(frozen=True)
 class ExperimentFolder:
-    """`runs/<name>/` of a run or an evaluation, by its `kind`, which has a file `marker`."""
+    """`runs/<name>/` of a run or an evaluation.
+
+    Attributes:
+        kind: what the folder holds, for messages.
+        marker: the file that every such folder has.
+        path: the folder.
+    """
 
     kind: ClassVar[str]
     marker: ClassVar[str]

@@ -100,7 +100,13 @@ def _rollout_row(rollout: Rollout) -> dict[str, Any]:
 
 
 def write_sample_table(path: Path, groups: Sequence[Group]) -> Path:
-    """Write a row per rollout of `groups`, in their order, with `source`, the task or data set of the problem.
+    """Write a row per rollout of `groups`, in their order.
+
+    `source` is the task or data set of the problem, and `reference` the reference answer. `extra` has the other inputs
+    of the grader, as JSON: with them the completion can be graded again. `question` has no template, unlike `prompt`.
+    `reward` is null where grading failed, and where every reward function reports that it does not apply. `accuracy` is
+    1 for a correct answer, 0 for any other. `length` counts the sampled tokens, the end-of-sequence token included;
+    `logprob_sum` is log π(completion) in nats under the sampling distribution.
 
     The columns `reward/<name>` have the value of each of `task.rewards` before its weight; null where the grader
     failed, timed out, or does not apply.

@@ -38,7 +38,9 @@ CONNECT_S = 10.0  # that a cluster has to accept the first connection
 class Pool(ABC):
     """Executes jobs, as many at a time as it has slots. A job is a command that executes one run.
 
-    `threads` are the CPU threads per job, or per rank of a job.
+    Attributes:
+        slots: number of jobs at a time.
+        threads: CPU threads per job, or per rank of one.
     """
 
     def __init__(self, slots: int, threads: int) -> None:
@@ -129,11 +131,14 @@ class RayPool(Pool):
     def __init__(
         self, address: str | None, jobs: int | None, variables: Mapping[str, str], ranks: int = 1
     ) -> None:
-        """Connect to the cluster at `address` (`auto`, `ray://host:10001`, `host:6379`), or start one on this machine.
+        """Connect to a cluster, or start one on this machine.
 
-        By default there are as many runs at a time as GPUs in the cluster, without GPUs as cores. The ranks of a run
-        are on one machine. Raises UserError if there is no cluster, or it has GPUs and no machine with as many as
-        `ranks`.
+        Args:
+            address: address of a running cluster (`auto`, `ray://host:10001`, `host:6379`); None starts a local one.
+            jobs: number of runs at a time; None for one per GPU of the cluster, without GPUs one per core.
+            ranks: processes of a run, all on one machine, each with a GPU of its own where the cluster has GPUs.
+
+        Raises UserError if there is no cluster, or it has GPUs and no machine with as many as `ranks`.
         """
         import ray  # an extra, and seconds to import
 
@@ -259,9 +264,13 @@ def run_sweep(
     """Execute the unfinished runs of a sweep and return the error message of each failed run, by name.
 
     A failed run does not stop the others. A run that was terminated from outside is resumed from its last checkpoint;
-    the files of any other earlier attempt are moved to `attempts/`, not deleted. `steps` are those of each run, by
-    name; `on_states` receives the state of every run every `POLL_S` seconds; `flags` are added to every command;
-    `margin` is that of `runs_to_stop`, None to stop no run.
+    the files of any other earlier attempt are moved to `attempts/`, not deleted.
+
+    Args:
+        steps: number of steps of each run, by name.
+        on_states: called with the state of every run, by name, every `POLL_S` seconds.
+        flags: additional flags for the command of every run.
+        margin: as in `runs_to_stop`; None stops no run.
     """
     stopped = folder.stopped()
     waiting = [run.name for run in folder.pending()]

@@ -149,9 +149,12 @@ def plan_sweep(
 ) -> SweepPlan:
     """Plan a sweep from its file and flags; flags win, an axis of the same setting replaces the file's.
 
-    `flags` are comma-separated values by dotted setting, `axes` further axes `KEY=V,V`, `options` the comma-separated
-    `seeds` and the texts of other options of `SweepConfig`; None is a flag or option that was not given. Raises
-    ConfigError if the file, an axis or a setting is not valid.
+    Args:
+        flags: comma-separated values by dotted setting; None where the flag was not given.
+        axes: further axes, each `KEY=V,V`.
+        options: `seeds` (comma-separated) and the texts of other options of `SweepConfig`; None where not given.
+
+    Raises ConfigError if the file, an axis or a setting is not valid.
     """
     written: Mapping[str, Any] = {} if file is None else read_config(file, "FILE")
     flags = dict(flags)
@@ -369,8 +372,9 @@ def _with_seeds(
 
 
 def _is_excluded(excluded: Settings, base: Sequence[Layer], settings: Settings) -> bool:
-    """Return whether a variant has all values of an excluded combination, which then change nothing. Raises
-    ConfigError.
+    """Return whether a variant has all values of an excluded combination: whether giving them changes nothing.
+
+    Raises ConfigError if the variant cannot have these values.
     """
     # A radius that is not matched yet equals the same text only.
     unmatched = {key: value for key, value in settings.items() if _is_match(key, value)}

@@ -144,7 +144,10 @@ def _read_table_row(row: Mapping[str, Any], grader: str | None, where: str) -> _
 
 
 def _question_row_reader(path: Path, first_rows: list[dict[str, Any]], grader: str | None) -> _RowReader:
-    """Return a reader of rows with a question, an answer that `grader` may do without, and completions."""
+    """Return a reader of rows with a question, an answer that `grader` may do without, and completions.
+
+    Equal questions and answers have one id.
+    """
     try:
         label = source_label(Source(path=str(path)))
     except ConfigError:  # no character of the file name is allowed in a metric name

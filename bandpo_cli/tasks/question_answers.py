@@ -91,7 +91,10 @@ class QuestionAnswerTask(Task):
 
     @cached_property
     def _heldout_questions(self) -> dict[str, list[Problem]]:
-        """The questions of the evaluation sets by label; without a source, a hash of each question chooses them."""
+        """The questions of the evaluation sets by label.
+
+        Without a source, they are chosen by a hash of the question alone, so that adding rows moves none.
+        """
         if self._heldout_sources:
             return {
                 source_label(source): hash_order(self._load(source, "heldout"))
@@ -291,7 +294,10 @@ def question_key(prompt: Prompt) -> str:
 
 
 def read_question(row: Mapping[str, Any], names: Fields, where: str) -> Question | None:
-    """Read the question of a row, None for blank text and other types; raise ConfigError for wrong chat messages."""
+    """Read the question of a row, a text or chat messages; return None for blank text and for values of other types.
+
+    Raise ConfigError if a list, or its JSON text, cannot be read as chat messages; the message begins with `where`.
+    """
     value = chat_value(value_at(row, names.question))
     prompt: Prompt | None = clean_text(value)
     solution = None

@@ -131,7 +131,10 @@ def _read_dataset(source: Source, part: SplitName, revision: str | None) -> Iter
 
 
 def source_label(source: Source) -> str:
-    """Return label, data set or file name of a source in the characters of metric names; ConfigError without any."""
+    """Return the name of a source in metrics: its label, else the name of the data set, else the name of the file.
+
+    Characters that are not allowed in a metric name are replaced; raise ConfigError if no character is allowed.
+    """
     if given := source.label or source.name:
         return given
     path = Path(str(source.path))

@@ -39,7 +39,10 @@ class Task:
 
 
 def build_task(config: TaskSettings) -> Task:
-    """Return the task of these settings, whose data are read later; ConfigError for no problems or no package."""
+    """Return the task of these settings; raise ConfigError if they leave it no problems, or its package is missing.
+
+    Files and data sets are read, and raise ConfigError, when their problems are first needed.
+    """
     entry = TASKS[task_kind(config.name)]
     check_package(entry)
     task: Task = load_attribute(entry.build)(config)
@@ -84,8 +87,9 @@ def bare_question(text: str) -> str:
 def compatibility_form(text: str) -> str:
     """Return the NFKC form of a text in time linear in its length.
 
-    `unicodedata.normalize` takes minutes for 100,000 marks after a letter. So a joiner splits the marks after each
-    30th, as in the Stream-Safe Text Format of Unicode (UAX #15, section 13).
+    `unicodedata.normalize` sorts the marks after a letter by insertion, which takes minutes for 100,000 of them. So
+    a joiner splits the marks after each 30th, as in the Stream-Safe Text Format of Unicode (UAX #15, section 13). Texts
+    with fewer marks in a row are not changed.
     """
     if text.isascii():
         return text
@@ -147,7 +151,10 @@ def _split(name: str, ranked: list[tuple[float, Problem]], heldout_fraction: flo
 
 
 def countdown(config: CountdownTask) -> Task:
-    """Return the task whose answer to "1 3 7 8=28:" is "3*7+8-1"; raise ConfigError if there are no problems."""
+    """Return the task whose answer to "1 3 7 8=28:" is an expression that uses each number once, as "3*7+8-1".
+
+    Raise ConfigError if the settings leave no training or no held-out problem.
+    """
     ranked = []
     for chosen in combinations_with_replacement(range(1, config.max_number + 1), config.numbers):
         numbers = " ".join(map(str, chosen))
@@ -190,7 +197,8 @@ def calculator(config: CalculatorTask) -> Task:
 def _signed_sums(numbers: tuple[int, ...]) -> frozenset[tuple[int, bool]]:
     """Return all values of ±product ±product ..., each number in one product, and whether a product has a plus.
 
-    An expression without parentheses is such a sum with at least one plus, because its first product has no sign.
+    An expression without parentheses is such a sum with at least one plus, because its first product has no sign. The
+    function chooses the product with the first number, and recursion does the rest.
     """
     if not numbers:
         return frozenset({(0, False)})

@@ -51,7 +51,11 @@ MODEL_TRAINING = "custom_model_development"
 
 
 class MlflowTracker(Tracker):
-    """A run, with MLflow's `run_id`, at the store of the subclass that `mlflow_tracker` returns."""
+    """A run at the MLflow store of the subclass that `mlflow_tracker` returns.
+
+    Attributes:
+        run_id: MLflow's id of the run.
+    """
 
     title = "MLflow"
     compares = True
@@ -220,9 +224,14 @@ def send_evaluation(
 ) -> Path:
     """Send metrics and files of an evaluation, and return the folder that is linked to the MLflow run that has them.
 
-    They are added to the run that made the model (in `run_folder`) where MLflow has that run, files under
-    `evals/<evaluation>/`, metrics at the `step` of the checkpoint; else the evaluation gets a run of its own, with
-    `params` and `env`. MLflow keeps the values that were sent before. Raises any error of MLflow and the network.
+    They are added to the run that made the model where MLflow has that run, files under `evals/<evaluation>/`; else the
+    evaluation gets a run of its own, with `params` and `env`. MLflow keeps the values that were sent before. Raises any
+    error of MLflow and the network.
+
+    Args:
+        run_folder: folder of the run that made the model, None without one.
+        step: step of the checkpoint; the metrics appear at this step of the run's curves, at 0 for None.
+        metrics: values by name; those that are not finite are left out.
     """
     point = Point(step or 0, int(time.time() * 1000), finite_metrics(metrics))
     with ExitStack() as stack:

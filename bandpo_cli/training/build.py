@@ -104,7 +104,10 @@ class Components(SamplingSetup):
                     raise ValueError(f"{checkpoints.ROLLOUTS} holds steps {steps}")
 
     def close(self) -> None:
-        """Shut down the sampling engine and the grading processes, all of them before an error is raised."""
+        """Shut down the sampling engine and the grading processes.
+
+        If one of them fails, the other one is closed all the same, and then the error is raised.
+        """
         with ExitStack() as stack:
             if self.conversations is not None:
                 stack.callback(self.conversations.pool.close)
@@ -113,7 +116,11 @@ class Components(SamplingSetup):
 
 
 def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Components:
-    """Load the model and build all components; all ranks call this together. Errors as in `set_up_sampling`."""
+    """Load the model and build all components from the config; all ranks call this together.
+
+    Raises:
+        UserError: the model or the data cannot be loaded, or a prompt limit leaves no problem.
+    """
     torch.manual_seed(config.seed)
     setup = set_up_sampling(config, task, ranks)
     policy = setup.policy

@@ -72,7 +72,12 @@ class TrainedState:
 
 
 def check_savable(policy: Policy, state: TrainedState, folder: Path) -> None:
-    """Raise NonFiniteError if weights are not finite, RunError if the disk lacks space, on all ranks together."""
+    """Check that the weights can be saved and that the disk has space; all ranks must call this together.
+
+    Raises:
+        NonFiniteError: weights are not finite.
+        RunError: the disk has less free space than the checkpoint needs.
+    """
     policy.ranks.agree(lambda: check_finite_weights(policy.model))
     needed = state.nbytes + RESERVED_BYTES
 
@@ -93,9 +98,15 @@ def write_checkpoint(
 ) -> None:
     """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed to its final name.
 
-    All ranks must call this together: rank 0 writes the weights of `state` and each rank its shards of the optimizer
-    state. An error on one rank is raised on all: RunError if the files cannot be written, or what `check` raises, which
-    is called before each file and within large ones. An existing checkpoint stays, and the hidden folder is removed.
+    All ranks must call this together: rank 0 writes the model and each rank its shards of the optimizer state. An error
+    on one rank is raised on all. The weights are those of `state`.
+
+    Args:
+        check: called before each file and within large ones; what it raises gives up the checkpoint.
+
+    Raises:
+        RunError: the files cannot be written. An existing checkpoint stays, and the hidden folder is removed, as after
+            any other exception.
     """
     ranks, hidden = policy.ranks, checkpoints.hidden_folder(folder, "writing")
     checksums: dict[str, str] = {}
@@ -300,7 +311,11 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             raise
 
     def prepare(self, step: int) -> None:
-        """Copy the state after `step`, or write its checkpoint at once; wait for the one before."""
+        """Copy the state after `step`, or write its checkpoint at once; wait for the one before.
+
+        Raises:
+            NonFiniteError, RunError: see `check_savable` and `write_checkpoint`.
+        """
         self.wait()
         components, policy = self._components, self._components.policy
         weights, optimizer = weights_to_save(policy.model, self._ranks), components.optimizer.state()

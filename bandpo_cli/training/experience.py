@@ -140,7 +140,10 @@ class Experience(LossBatch):
         return advantages
 
     def batch(self, part: MicroBatch, logprobs: Tensor) -> LossBatch:
-        """Return the values of the tokens of one of `micro_batches`, whose pass has given `logprobs`, [n]."""
+        """Return the values of the tokens of one of `micro_batches`.
+
+        `logprobs`, [n], are those of the pass of the update, which may be the source of the values under π_old.
+        """
         tokens, completions = part.span, part.sequences
         batch = LossBatch(
             lengths=self.lengths[completions],
@@ -158,7 +161,10 @@ class Experience(LossBatch):
         return batch
 
     def _under_trainer(self, batch: Batch, logprobs: Tensor) -> Batch:
-        """Return n tokens with log-probs of the trainer, [n], as those of π_old, and the columns that follow."""
+        """Return n tokens with the ratio taken to log-probs of π_old by the trainer, [n] float32.
+
+        Importance weights and the columns of the method follow from them.
+        """
         weights = None
         if not self.old.is_exact:
             weights = importance_weights(logprobs, batch.sampled_logprobs, batch.lengths, self.loss.objective)
@@ -167,14 +173,20 @@ class Experience(LossBatch):
         return replace(batch, old_logprobs=logprobs, importance_weights=weights, columns=columns)
 
     def gather(self, ranks: Ranks, columns: Sequence[Tensor]) -> list[Tensor]:
-        """Return the values of all ranks, [N] each, from columns of one dtype in the order of `micro_batches`."""
+        """Return the values of all ranks, [N] each, in the order of the update.
+
+        `columns` are of one dtype and have the values of the tokens of `micro_batches`, one after another.
+        """
         gathered = ranks.concatenate(columns)
         if self.order is None:
             return gathered
         return [torch.empty_like(column).index_copy_(0, self.order, column) for column in gathered]
 
     def measured(self, logprobs: Tensor, entropy: Tensor | None) -> Experience:
-        """Return the experience with values by the trainer, [N] float32; the entropies of the sampler stay for None."""
+        """Return the experience with log-probs and entropies (None: those of the sampler) by the trainer, [N] float32.
+
+        The ratio is taken to these log-probs unless its source is the sampler.
+        """
         entropy = self.entropy if entropy is None else entropy
         experience = replace(self, trainer_logprobs=logprobs, entropy=entropy)
         if self.old.source == "sampler":
@@ -252,7 +264,10 @@ def prepare_updates(
 
 
 def _with_chosen(experience: Experience, share: float) -> Experience:
-    """Return the experience with the share of all unmasked tokens that have the highest entropy as `chosen`."""
+    """Return the experience with the share of tokens that have the highest entropy as `chosen`.
+
+    The share is one of the tokens of all groups and ranks, without those that `objective.mask_truncated` masks.
+    """
     columns = []
     for part in experience.parts:
         assert part.entropy is not None
@@ -323,7 +338,8 @@ def _sampled(
 def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int) -> Experience:
     """Return the experience with this rank's completions in micro-batches of at most `max_tokens` tokens.
 
-    The ranks have about equal numbers of tokens, and equal numbers of micro-batches, some of which may be empty.
+    The ranks have about equal numbers of tokens, and equal numbers of micro-batches: some may be empty, because every
+    pass through a sharded model needs all ranks.
     """
     ranks, device, groups = policy.ranks, experience.lengths.device, experience.groups
     prompts_P = [group.rollouts_G[0].prompt_ids for group in groups]

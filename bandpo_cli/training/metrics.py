@@ -57,7 +57,10 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def conversation_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return the means per completion of turns, calls and inserted tokens, and shares of calls and results, if any."""
+    """Return the means per completion of turns, calls and inserted tokens, and the shares of calls and results.
+
+    Empty for completions of a single turn; without a call, or an inserted message, there is no share of them.
+    """
     turns = [item.conversation for item in completions if item.conversation is not None]
     if not turns:
         return {}
@@ -97,7 +100,11 @@ def _joined(columns: Iterable[Tensor | None]) -> Tensor | None:
 
 
 def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """Return the metrics of π_old over the tokens whose values are known; those of no token are absent, entropy NaN."""
+    """Return the metrics of π_old on the tokens of the step: entropy, log-prob gap, importance weights.
+
+    Each is the metric of the tokens whose values are known. If no entropy is, it is NaN; the others are absent.
+    `train/entropy_token_share` is the share of the tokens with an entropy; absent where all have one.
+    """
     parts = [*experiences, *(item.left_out for item in experiences if item.left_out is not None)]
     entropy = _joined(part.entropy for part in parts)
     metrics = {"train/entropy": math.nan if entropy is None else entropy.mean().item()}
@@ -164,7 +171,11 @@ def probability_bins(old_logprobs: Tensor) -> Tensor:
 
 
 def clip_metrics(state: ClipState, old_logprobs: Tensor, *left_out_logprobs: Tensor) -> dict[str, float]:
-    """Return the `clip/` metrics of the tokens of `state`; those that were left out count as not clipped."""
+    """Return the `clip/` metrics; a bin without tokens has no active fraction.
+
+    `old_logprobs` are those of the N tokens of `state`, `left_out_logprobs` those of tokens that have an advantage of 0
+    and no ratio: they count as not clipped.
+    """
     all_logprobs = torch.cat([old_logprobs, *left_out_logprobs])
     tokens = max(len(all_logprobs), 1)
     sides = {"active": state.active, "upper": state.at_upper, "lower": state.at_lower}
@@ -181,7 +192,11 @@ def clip_metrics(state: ClipState, old_logprobs: Tensor, *left_out_logprobs: Ten
 
 
 def gradient_metrics(gradient_weights: Tensor, advantages: Tensor, old_logprobs: Tensor) -> dict[str, float]:
-    """Return the `gradient/` metrics of tokens with an advantage: share of zeros, and weights by sign and bin."""
+    """Return the `gradient/` metrics of a step's tokens, from columns [N]; tokens with an advantage of 0 are left out.
+
+    They are the share of tokens with zero gradient, and the mean, smallest and largest weight: of all tokens, and by
+    sign of the advantage and bin of π_old. Empty where every advantage is 0.
+    """
     used = advantages != 0
     if not used.any():
         return {}
@@ -231,7 +246,10 @@ def is_recorded(config: RunConfig, step: int, last: int) -> bool:
 def token_values(
     sampled: Sequence[Group], updates: AppliedUpdates, tokenizer: PreTrainedTokenizerBase
 ) -> TokenValues:
-    """Return the values of all sampled tokens; those that were not trained on have no advantage and no ratio."""
+    """Return the values of all tokens that a step has sampled, also of the groups that dynamic sampling dropped.
+
+    Those and the groups of skipped updates have no advantage and no ratio.
+    """
     completions = [rollout.completion for group in sampled for rollout in group.rollouts_G]
     lengths = np.array([len(completion.token_ids) for completion in completions])
     starts, tokens = np.cumsum(lengths) - lengths, lengths.sum()

@@ -106,7 +106,11 @@ class Optimizer:
         return state
 
     def empty_state(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        """Return masters, and new moments of these shapes, to read a state into; errors as in `load_state`."""
+        """Return tensors for `load_state` to read a saved state of these shapes into: masters, and new moments.
+
+        Raises:
+            ValueError: the state belongs to a model with other parameters or types.
+        """
         self._check_keys(shapes)
         state: dict[str, Tensor] = {}
         for key, shape in shapes.items():
@@ -117,7 +121,11 @@ class Optimizer:
         return state
 
     def load_state(self, state: Mapping[str, Tensor], update: int, skipped_in_a_row: int) -> None:
-        """Load the state after `update` updates; raise ValueError if it belongs to other parameters or types."""
+        """Load the state saved after `update` updates; the model must have the weights of that checkpoint.
+
+        Raises:
+            ValueError: the state belongs to a model with other parameters or types.
+        """
         self._check_keys(state)
         for key, tensor in state.items():
             name, _, kind = key.rpartition(".")
@@ -170,7 +178,11 @@ class Optimizer:
         return norm
 
     def skip(self, overflow: bool = False) -> None:
-        """Skip an update: only the schedule advances; after an `overflow` in float16 the loss scale is halved."""
+        """Skip an update: weights, masters and moments stay, the learning-rate schedule advances.
+
+        After an overflow in float16 the factor on the loss is halved, and the update is not a part of
+        `skipped_in_a_row`.
+        """
         self.scaler.update(None if overflow else self.scaler.get_scale())
         self.update += 1
         self.skipped_in_a_row += not overflow

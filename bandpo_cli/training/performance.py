@@ -115,7 +115,11 @@ def sampling_rows(groups: Iterable[Group], prompt_once: bool) -> Iterator[tuple[
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak FLOP/s in bfloat16 of a card, of the longest key whose words its name has; None without one."""
+    """Return the peak FLOP/s in bfloat16 of a card; None for a card that `PEAK_FLOPS` does not have.
+
+    A name matches if all words of the key are among its words: `H100 PCIe` in `NVIDIA H100 PCIe`. The key with most
+    words wins.
+    """
     words = set(device_name.replace("-", " ").split())
     if words & _OTHER_CARDS:
         return None

@@ -184,7 +184,11 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         self._call.start()
 
     def wait(self, timer: StepTimer) -> None:
-        """Wait until the started batches are in `Components.ahead`; raise what sampling or grading raised."""
+        """Wait until the batches that were started are sampled and graded; they are then in `Components.ahead`.
+
+        Raises:
+            Exception: what sampling or grading raised; see `take`.
+        """
         if (call := self._call) is None:
             return
         with timer.phase("sample"):
@@ -318,7 +322,11 @@ def write_sampled(path: Path, batches: Sequence[SampledGroups]) -> None:
 def read_sampled(
     path: Path, stream: ProblemStream, encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase
 ) -> list[SampledGroups]:
-    """Return the batches that `write_sampled` wrote, with their problems, prompts and texts."""
+    """Return the batches that `write_sampled` wrote, with their problems, prompts and texts.
+
+    Raises:
+        OSError, ValueError, LookupError, TypeError, SafetensorError: the file is damaged.
+    """
     with safe_open(path, framework="np") as file:
         metadata = json.loads(file.metadata()["rollouts"])
         lengths = file.get_tensor("lengths").tolist()

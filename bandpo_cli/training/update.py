@@ -73,10 +73,16 @@ def update_policy(
 ) -> AppliedUpdates:
     """Apply one optimizer update per experience, in order: loss, gradient, AdamW step; the weights change in place.
 
-    An experience that needs its own pass for its values under π_old must come first, while the policy is still π_old:
-    its ratios are exactly 1. `on_bad_update` is called for each update with non-finite values, before the weights
-    change. If it returns, the update is skipped: weights and moments stay, the learning-rate schedule advances. Without
-    it, NonFiniteError is raised.
+    A batch whose rewards are all equal has a gradient of 0; AdamW still steps, by its momentum.
+
+    Args:
+        experiences: those of `prepare_updates`. One that needs its own pass for its values under π_old must come first,
+            while the policy is still π_old: its ratios are exactly 1.
+        on_bad_update: called for each update with non-finite values, before the weights change. If it returns, the
+            update is skipped: weights and moments stay, the learning-rate schedule advances. None to raise the error.
+
+    Raises:
+        NonFiniteError: an update has non-finite values, unless `on_bad_update` returns.
     """
     updates = AppliedUpdates()
     for number, experience in enumerate(experiences, start=1):
@@ -108,7 +114,11 @@ def update_policy(
 
 
 def finite_norm(experience: Experience, forward: Forward, norm: Tensor) -> float:
-    """Return the gradient norm, by one transfer from the device; raise NonFiniteError where a value is not finite."""
+    """Return the gradient norm of an update as a number, with one transfer from the device for all that is checked.
+
+    Raises:
+        NonFiniteError: the first of the experience, the log-probs, the loss and the norm that is not finite.
+    """
     columns = {
         "the policy's log-probs": experience.trainer_logprobs,
         "the sampler's log-probs": experience.sampler_logprobs,
@@ -174,10 +184,14 @@ def handle_bad_update(
     forward: Forward,
     fault: NonFiniteError,
 ) -> None:
-    """Store the batch of update `number` (from 1) of a step in the folder `run`, and return if the update is skipped.
+    """Store the batch of update `number` (from 1) of a step, and return if the update is to be skipped.
 
-    Else raise NonFiniteError, which names the update, the file of its batch and settings to try. `run` is None on all
-    ranks but one; `fault` names the non-finite quantity.
+    Args:
+        run: the run folder, where the batch is stored; None on all ranks but one.
+        fault: names the non-finite quantity.
+
+    Raises:
+        NonFiniteError: the run stops; the message names the update, the file of its batch and settings to try.
     """
     skipped, optim = optimizer.skipped_in_a_row, config.optim
     is_skipped = skipped < optim.max_skips
@@ -205,7 +219,10 @@ def handle_bad_update(
 
 
 def check_finite_weights(model: nn.Module) -> None:
-    """Raise NonFiniteError if weights of this rank are not finite; a checkpoint must not contain such weights."""
+    """Raise NonFiniteError if weights are not finite; a checkpoint must not contain such weights.
+
+    Of a sharded model, the shards of this rank are checked.
+    """
     for name, parameter in model.named_parameters():
         # A sum is finite only if each of its terms is, and takes a tenth of the time of looking at each.
         values = local_tensor(parameter)
