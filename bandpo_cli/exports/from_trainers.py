@@ -294,8 +294,7 @@ def _trl(t: Translation) -> None:
     t.put("optim.betas", [t["adam_beta1"], t["adam_beta2"]], "adam_beta1", "adam_beta2")
     first = t["warmup_steps"] or t["warmup_ratio"] or 0
     first = math.ceil(first * t.settings["steps"][0] * t.updates) if first < 1 else int(first)
-    # transformers has no warm-up with `constant`
-    first = 0 if t["lr_scheduler_type"] == "constant" else first
+    first = 0 if t["lr_scheduler_type"] == "constant" else first  # transformers then has no warm-up
     t.put("optim.warmup_steps", first, "warmup_steps", "warmup_ratio", note=_WARMUP if first else "")
     for setting, name in (("evaluation.every", "eval"), ("checkpoint.every", "save")):
         strategy, every = t[f"{name}_strategy"], t[f"{name}_steps"] or t["logging_steps"]
