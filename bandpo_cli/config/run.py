@@ -349,12 +349,6 @@ class RunConfig(Section):
             f"sampling.max_lag = {lag}: completions are samples of older weights, which the importance correction "
             "accounts for; set objective.importance_cap, such as 2.0, or objective.old_logprobs to 'sampler'",
         )
-        require(
-            objective.dual_clip in (None, ObjectiveConfig.model_fields["dual_clip"].default)
-            or type(method).token_losses is MethodSettings.token_losses,
-            f"objective.dual_clip = {objective.dual_clip} has no effect with bounds.method = '{method.method}', whose "
-            "loss has no dual clip; set it to null, or leave it out",
-        )
         buffer, most, reward = self.reward.overlong_buffer, self.sampling.max_tokens, self.reward
         parts = [part for part in self.task.rewards or () if part.weight]
         least = reward.wrong - (reward.overlong_penalty if buffer else 0.0)

@@ -43,7 +43,6 @@ from bandpo_cli.errors import ConfigError
         (["reward.overlong_buffer=1", "reward.wrong=0.5"], "objective.advantages=maxrl", "objective.advantages=batch"),
         (["task.name=gsm8k", "model.path=m/m", "task.rewards=[math, {grader: format, weight: -1}]"],
          "objective.advantages=maxrl", "objective.advantages=rloo"),
-        (["bounds.method=dppo"], "objective.dual_clip=3", "objective.dual_clip=null"),
         (["objective.old_logprobs=sampler"], "objective.importance=token-mask", "objective.importance_cap=null"),
         (["objective.old_logprobs=sampler"], "objective.importance_cap=3", "objective.importance=token-truncate"),
     ],
