@@ -187,6 +187,10 @@ def test_bad_input_is_named_in_one_line(run):
     runs = run.path.parent
     with pytest.raises(UserError, match=r"--step 7: its tokens are not recorded in .*a; recorded: 20$"):
         open_sources(["a"], runs, 7)
+    for step in range(1, 14):
+        (run.path / "token_values" / f"step-{step:06d}.parquet").touch()
+    with pytest.raises(UserError, match=r"recorded: 1, 2, …, 7, 8, 9, 10, 11, 12, 13, 20$"):
+        open_sources(["a"], runs, 30)
     changed = write_run(runs, "d", ("p", "q"), lengths=np.array([10, 3, 4, 2]))
     with pytest.raises(UserError, match="are not of the same completions"):
         open_sources(["d"], runs)
