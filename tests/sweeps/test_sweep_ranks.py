@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import yaml
 
+from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments import sweep as run_sweep
 from bandpo_cli.reports.compare_variants import Report
@@ -189,3 +190,11 @@ def test_the_leaderboard_and_a_description_after_a_resume(tmp_path, empty_databa
     client.set_tag(run.info.run_id, "mlflow.note.content", "the second attempt")
     _, again = execute(sweep, store, report_of(sweep.path))
     assert again.data.tags["mlflow.note.content"] == "the second attempt"
+
+
+def test_trackers_that_fail_at_the_end_are_warnings(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(MODULE, "send_report", mock.Mock(side_effect=RuntimeError("no space")))
+    config = TrackingConfig(trackers=["mlflow", "wandb"])
+    MODULE._send_to_trackers(mock.Mock(runs=[], path=tmp_path), config, mock.Mock(), None, None)
+    assert "MLflow did not accept the sweep's end (RuntimeError: no space)" in caplog.text
+    assert "wandb did not accept the report of the sweep (" in caplog.text
