@@ -44,22 +44,33 @@ MAX_LOG_RATIO = 20.0  # Limit of |log ratio|: exp(20) = 5e8 is far beyond any bo
 
 @dataclass(frozen=True)
 class LossBatch:
-    """The tokens of an update, or of one of its micro-batches, with all values that a loss needs beside log π."""
+    """The tokens of an update, or of one of its micro-batches, with all values that a loss needs beside log π.
 
-    lengths: Tensor  # [S] int64, tokens per completion
-    advantages: Tensor  # [N] float32, the advantage of the token's completion
-    old_logprobs: Tensor  # [N] float32, log π_old(token), nats: the denominator of the ratio
-    columns: Columns = field(default_factory=dict)  # of `PolicyLoss.prepare`, [N] each
-    # [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None where the ratio is taken
-    # to the sampler's log-probs, or where no correction is configured. Masked tokens have the weight 0; a loss with a
-    # value of the completion leaves them out of this value.
+    Attributes:
+        lengths: [S] int64, tokens per completion.
+        advantages: [N] float32, the advantage of the token's completion.
+        old_logprobs: [N] float32, log π_old(token), nats: the denominator of the ratio.
+        columns: what `PolicyLoss.prepare` returned, [N] each; for interval methods `lower` and `upper`.
+        importance_weights: [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None
+            where the ratio is taken to the sampler's log-probs, or where no correction is configured. Masked tokens
+            have the weight 0; a loss with a value of the completion leaves them out of this value.
+        ref_logprobs: [N] float32, log π_reference(token), nats; None without a reference model.
+        wrong_peers: [S] float32, for a correct completion the share of the other completions of its group that are not
+            correct, 0 for the others; None where the completions come in no groups.
+        sampler_logprobs: [N] float32, log μ(token) as the sampler reported it, nats; None for `old_logprobs`.
+        chosen: [N] bool, False for a token without policy loss and entropy bonus (`objective.top_entropy`); None if all
+            tokens have them.
+    """
+
+    lengths: Tensor
+    advantages: Tensor
+    old_logprobs: Tensor
+    columns: Columns = field(default_factory=dict)
     importance_weights: Tensor | None = None
-    ref_logprobs: Tensor | None = None  # [N] float32, log π_reference(token), nats
-    # [S] float32, for a correct completion the share of the other completions of its group that are not correct, 0 for
-    # the others; None where the completions come in no groups.
+    ref_logprobs: Tensor | None = None
     wrong_peers: Tensor | None = None
-    sampler_logprobs: Tensor | None = None  # [N] float32, nats; None for `old_logprobs`
-    chosen: Tensor | None = None  # [N] bool, of `objective.top_entropy`: others have no policy loss and bonus
+    sampler_logprobs: Tensor | None = None
+    chosen: Tensor | None = None
 
     @property
     def sampled_logprobs(self) -> Tensor:
@@ -75,18 +86,27 @@ class PolicyLoss:
     """The policy loss that the settings of a method define, with `objective`; see `policy_loss`.
 
     A subclass that a user names as `bounds.method: module:Class` defines it itself; see CONTRIBUTING.md.
+
+    Attributes:
+        settings: the settings of the method; a subclass names their class.
+        Options: the pydantic class of `bounds.options`, for a user's subclass.
+        options: an object of this class; None for other losses.
+        interval: the interval of ratios outside which a token counts as outside, for a method that has one for all
+            tokens; None for others.
+        needs_all_tokens: False where `prepare` treats each completion separately and tokens with an advantage of 0
+            have a loss and a gradient of 0. Then the update leaves out groups without an advantage, and the first
+            update of a step takes π_old from its own forward pass, micro-batch by micro-batch.
+        needs_sampler: `prepare` has the sampler's log-probs, [N], as a third argument.
+        adapts: before each update but those whose own pass gives π_old, `adapt` chooses columns from the ratios.
     """
 
     settings: MethodSettings
-    Options: ClassVar[type[BaseModel]] = Section  # of `bounds.options`, for a user's subclass
-    options: Any  # an object of this class; None for other losses
-    interval: tuple[float, float] | None = None  # others count as outside; None for no such ratios
-    # False where `prepare` treats each completion separately and tokens with an advantage of 0 have a loss and a
-    # gradient of 0. Then the update leaves out groups without an advantage, and the first update of a step takes π_old
-    # from its own forward pass, micro-batch by micro-batch.
+    Options: ClassVar[type[BaseModel]] = Section
+    options: Any
+    interval: tuple[float, float] | None = None
     needs_all_tokens: bool = False
-    needs_sampler: bool = False  # `prepare` has the sampler's log-probs, [N], as a third argument
-    adapts: bool = False  # `adapt` chooses columns before each update but those whose own pass gives π_old
+    needs_sampler: bool = False
+    adapts: bool = False
 
     def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
         self.settings, self.objective = settings, objective

@@ -218,6 +218,8 @@ class Case:
     differences: Differences
     records: list[dict[str, float]]
     results: list[StepResult]
+    components: Components
+    reference: ReferenceTrainer
 
 
 def compare(
@@ -284,7 +286,7 @@ def compare(
     assert lags == [config.optim.updates * age for age in ages]
     assert ages == [0, *([1] * (steps - 1))] if ahead else not any(ages)
     differences = _differences(records, results, gradients, components, reference, columns)
-    return Case(differences, records, results)
+    return Case(differences, records, results, components, reference)
 
 
 def record_gradients(components: Components) -> list[list[torch.Tensor]]:

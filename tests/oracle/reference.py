@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.special import lambertw
 from torch import nn
+
+from tests.oracle.completion_losses import LOSSES, Completion
 
 Settings = dict[str, Any]
 """The plain values of a configuration."""
@@ -187,12 +190,17 @@ class ReferenceTrainer:
             return [0.0] * len(group)
         rewards, objective = self._rewards(group), self.settings["objective"]
         mean, scale = math.fsum(rewards) / len(rewards), 1.0
-        if objective["advantages"] == "batch":
+        if objective["advantages"] == "maxrl":
+            scale = mean
+        elif objective["advantages"] == "batch":
             scale = statistics.stdev(self.rewards_of_step) + 1e-6
-        elif objective["advantage_std"]:
+        elif objective["advantages"] == "group" and objective["advantage_std"]:
             variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
             scale = math.sqrt(variance) + 1e-6
         used = [r for r in group if self._is_graded(r) and self._has_loss(r)]
+        if objective["advantages"] == "rloo":  # the mean of the others
+            others = {id(r): (math.fsum(rewards) - self._reward(r)) / (len(rewards) - 1) for r in group}
+            return [self._reward(r) - others[id(r)] if r in used else 0.0 for r in group]
         return [(self._reward(r) - mean) / scale if r in used else 0.0 for r in group]
 
     def _has_loss(self, rollout: GivenRollout) -> bool:
@@ -242,17 +250,44 @@ class ReferenceTrainer:
         return by_trainer and not self.exact_sampler and objective["importance_cap"] is not None
 
     def _importance(self, own: Sequence[float], sampler: Sequence[float]) -> list[float]:
-        """Return the weights of the tokens of a completion; tests/objective has all rules."""
+        """Return the weights of the tokens of a completion, by cases of the rule's name."""
         if not self.corrects():
             return [1.0] * len(own)
         objective = self.settings["objective"]
+        if not isinstance(objective["importance"], str):
+            return self._rules(objective["importance"], [o - s for o, s in zip(own, sampler, strict=True)])
+        level, _, rule = objective["importance"].partition("-")
         cap, floor = objective["importance_cap"], objective["importance_floor"]
-        weights = [math.exp(ours - theirs) for ours, theirs in zip(own, sampler, strict=True)]
-        if objective["importance"] == "token-truncate":
-            return [min(weight, cap) for weight in weights]
-        assert objective["importance"] == "token-mask"
         floor = 1 / cap if floor is None else floor
+        weights = [math.exp(ours - theirs) for ours, theirs in zip(own, sampler, strict=True)]
+        outside = [not floor <= weight <= cap for weight in weights]
+        if rule == "mask-any":
+            return [0.0] * len(weights) if any(outside) else weights
+        if level == "sequence":
+            weights = [math.prod(weights) ** (1 / len(weights))] * len(weights)
+        if rule == "truncate":
+            return [min(weight, cap) for weight in weights]
         return [weight if floor <= weight <= cap else 0.0 for weight in weights]
+
+    def _rules(self, rules: Sequence[Settings], logs: Sequence[float]) -> list[float]:
+        """Return the weights of the tokens of a completion by a list of rules, each of which sees the kept tokens."""
+        kept, weights = set(range(len(logs))), [1.0] * len(logs)
+        for rule in rules:
+            name, low, high = rule["rule"], rule["low"] or -math.inf, rule["high"] or math.inf
+            values = [math.exp(x) - 1 - x if "k3" in name else x for x in logs]
+            present = [values[i] for i in sorted(kept)] or [0.0]
+            if name.startswith("sequence"):
+                values = [mean(present)] * len(logs)
+            if name.startswith("product"):
+                values = [math.fsum(present)] * len(logs)
+            if "k3" not in name:
+                values = [math.exp(value) for value in values]
+            if name.endswith("truncate"):
+                weights = [min(value, high) for value in values]
+                continue
+            outside = {i for i in kept if not low <= values[i] <= high}
+            kept = set() if outside and name == "outlier-reject" else kept - outside
+        return [weight if i in kept else 0.0 for i, weight in enumerate(weights)]
 
     def _logits(self, model: nn.Module, rollout: GivenRollout) -> torch.Tensor:
         """Return the logits from which each token was sampled, [tokens, vocabulary]."""
@@ -380,7 +415,10 @@ class ReferenceTrainer:
         bounds = self._bounds()
         if bounds["method"] not in LOSSES:
             return [self._token_loss(token, logprob) for token, logprob in zip(tokens, new, strict=True)]
-        losses = LOSSES[bounds["method"]](bounds, tokens, new, wrong_peers)
+        old, importance = [t.old_logprob for t in tokens], [t.importance for t in tokens]
+        sampler, chosen = [t.sampler_logprob for t in tokens], [t.is_chosen for t in tokens]
+        completion = Completion(new, old, tokens[0].advantage, wrong_peers, importance, sampler, chosen)
+        losses = LOSSES[bounds["method"]](bounds, completion)
         (gradient,) = torch.autograd.grad(torch.stack(losses).sum(), new, retain_graph=True)
         for token, slope in zip(tokens, gradient.tolist(), strict=True):
             token.weight = slope / -token.advantage if token.advantage else 0.0
@@ -490,6 +528,11 @@ class ReferenceTrainer:
             "clip/upper_fraction": share(at_upper, tokens),
             "clip/lower_fraction": share(at_lower, tokens),
         }
+        if self._bounds()["method"] == "dgpo":
+            low, high = 1 - self._bounds()["eps_low"], 1 + self._bounds()["eps_high"]
+            record["clip/outside_fraction"] = share(
+                [t for t in with_ratio if not low <= t.ratio <= high], with_ratio
+            )
         if self.has_interval and self._bounds()["method"] != "bapo":
             record["clip/outside_fraction"] = share(outside, with_ratio)
         if len(entropies) < len(tokens):
@@ -552,42 +595,6 @@ def _k3(log_u: float) -> float:
     return math.exp(log_u) - 1 - log_u
 
 
-def powers(scale: float, logprob: torch.Tensor) -> torch.Tensor:
-    """Return `scale`, with the gradient `scale` with respect to the log-prob."""
-    return scale * torch.exp(logprob - logprob.detach())
-
-
-def gapo(bounds: Settings, tokens: list[Token], new: torch.Tensor, wrong_peers: float) -> list[torch.Tensor]:
-    """Return the clipped loss of the mean log-ratio of the kept tokens, once per token."""
-    logs, a = [t.new_logprob - t.old_logprob for t in tokens if t.importance > 0], tokens[0].advantage
-    ratio, low, high = math.exp(math.fsum(logs) / max(1, len(logs))), bounds["eps_low"], bounds["eps_high"]
-    bounded = min(max(ratio, 1 - low), 1 + low + (high - low) * wrong_peers)
-    is_free = ratio * a <= bounded * a
-    return [powers(-ratio * a, logprob) if is_free else 0 * logprob - bounded * a for logprob in new]
-
-
-def vaco(bounds: Settings, tokens: list[Token], new: torch.Tensor, _: float) -> list[torch.Tensor]:
-    gaps = [t.new_logprob - t.sampler_logprob for t in tokens]
-    shifts = [abs(math.exp(gap) - 1) for t, gap in zip(tokens, gaps, strict=True) if t.importance > 0]
-    is_far = math.fsum(shifts) / max(1, len(shifts)) > bounds["delta"]
-    return masked(tokens, new, [not (is_far and tokens[0].advantage * gap > 0) for gap in gaps])
-
-
-def m2po(_: Settings, tokens: list[Token], new: torch.Tensor, __: float) -> list[torch.Tensor]:
-    return masked(tokens, new, [t.is_chosen for t in tokens])
-
-
-def masked(tokens: list[Token], new: torch.Tensor, keeps: Sequence[bool]) -> list[torch.Tensor]:
-    """Return −r·a for the tokens that are kept, 0 for the others."""
-    rows = zip(tokens, new, keeps, strict=True)
-    return [-t.advantage * keep * powers(t.ratio, logprob) for t, logprob, keep in rows]
-
-
-LOSSES = {"gapo": gapo, "vaco": vaco, "m2po": m2po}
-"""Losses of completions by their definitions, one method of each kind: with a ratio of the completion, with one to the
-sampler, and with a choice among all tokens of an update. tests/objective compares all methods with weights by hand."""
-
-
 def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
     """Return the interval of ratios that a method's settings allow a token of this log-probability."""
     p = math.exp(old_logprob)
@@ -602,6 +609,12 @@ def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
         width = 1 + bounds["options"]["eps"] * (1 - old_logprob)
         return 1 / width, width
     cap = bounds.get("max_ratio") or math.inf
+    if method == "ripo":
+        width = math.sqrt(bounds["delta"] / p)
+        return max(1 - width, bounds["min_ratio"]), min(1 + width, cap)
+    if method == "atr":
+        low, high = (-lambertw(-math.exp(-1 - bounds["delta"]), branch).real for branch in (0, -1))
+        return float(low), float(high)
     if method == "dcpo":
         lower = 0.5 + 0.5 * math.sqrt(max(1 - 4 * bounds["eps_low"] / p, 0))
         return lower, min(0.5 + 0.5 * math.sqrt(1 + 4 * bounds["eps_high"] / p), cap)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from bandpo_cli.config.layers import read_assignments
 from tests.bounds.oracle import CHECK_VALUES
@@ -91,6 +92,10 @@ def masks_tokens(case: Case) -> bool:
     return clips_both_ways(case) and mixed > 5
 
 
+def leaves_the_interval(case: Case) -> bool:
+    return learns(case) and all(r["clip/outside_fraction"] > 0.05 for r in case.records)
+
+
 def chooses_intervals(case: Case) -> bool:
     """The first update has the interval at the start, and a later one another interval."""
     intervals = [(update.tokens[0].lower, update.tokens[0].upper) for update in case.results[0].updates]
@@ -165,7 +170,7 @@ VARIANTS = [
     # methods and their settings; tests/bounds has all divergences
     Variant("band kl", KL, clips_both_ways, steps=2),
     Variant("untied output layer", KL, clips_both_ways, steps=2, seed=1, model="llama"),
-    Variant("dcpo", "bounds.method=dcpo optim.lr=0.008", clips_both_ways),
+    Variant("dcpo, maxrl", "bounds.method=dcpo optim.lr=0.008 objective.advantages=maxrl", clips_both_ways),
     Variant("band js, capped and relaxed", "bounds.divergence=js bounds.delta=0.002 bounds.max_ratio=1.3 "
             "bounds.relax.eps_low=0.1 bounds.relax.eps_high=0.15", clips_both_ways),
     # The first two steps of three: the radius differs between the steps and from `delta`.
@@ -184,6 +189,10 @@ VARIANTS = [
     # other samplers
     Variant("token-mask", f"{CLIP} objective.importance=token-mask objective.importance_cap=1.3 "
             "objective.importance_floor=0.8 objective.reference_kl=0.1", masks_tokens, exact_sampler=False),
+    Variant("list of importance rules", f"{CLIP} sampling.prompts=8 objective.importance=["
+            '{"rule":"token-reject","low":0.6,"high":1.5},{"rule":"sequence-k3-reject","high":0.03},'
+            '{"rule":"outlier-reject","low":0.5,"high":1.45},{"rule":"product-truncate","high":1.1}]',
+            masks_tokens, exact_sampler=False),
     Variant("no importance correction, over-long penalty", "objective.importance_cap=null reward.wrong=-1 "
             "reward.correct=2 reward.overlong_buffer=4 reward.overlong_penalty=0.7",
             lambda case: learns(case) and shapes_rewards(case), exact_sampler=False),
@@ -194,7 +203,7 @@ VARIANTS = [
     Variant("log-probs and entropies of a sampler that are the trainer's", f"{KL} sampling.prompts=8",
             has_tokens_without_ratio),
     # rewards, groups and updates
-    Variant("answers without a verdict", f"{KL} reward.wrong=-1 sampling.prompts=8",
+    Variant("answers without a verdict, rloo", f"{KL} reward.wrong=-1 sampling.prompts=8 objective.advantages=rloo",
             lambda case: clips_both_ways(case) and has_graded_and_ungraded_groups(case)),
     Variant("timeouts as wrong answers", f"{KL} reward.wrong=-1 grading.timeout_reward=wrong",
             lambda case: any(r["grade/timeout_fraction"] > r["train/ungraded_fraction"] for r in case.records),
@@ -203,12 +212,24 @@ VARIANTS = [
             "bounds.delta=0.02 bounds.max_ratio=null sampling.dynamic=true sampling.dynamic_batches=1",
             lambda case: learns(case) and any(r["train/uniform_group_fraction"] > 0 for r in case.records)),
     # losses of completions
+    Variant("ripo", "bounds.method=ripo bounds.delta=0.002 bounds.min_ratio=0.8 optim.lr=0.008", clips_both_ways),
+    Variant("luspo", "bounds.method=luspo sampling.prompts=8", clips_both_ways, seed=1),
     Variant("gapo, token-mean", "bounds.method=gapo bounds.eps_high=0.05 sampling.prompts=8 optim.lr=0.008 "
             "objective.aggregation=token-mean objective.advantage_std=false", clips_both_ways, seed=2),
-    Variant("vaco, token-mask", "bounds.method=vaco bounds.delta=0.1 objective.importance=token-mask "
+    Variant("luspo, token-mask", "bounds.method=luspo bounds.eps_low=0.03 bounds.eps_high=0.03 "
+            "objective.importance=token-mask objective.importance_cap=1.3 sampling.prompts=8 optim.lr=0.008",
+            masks_tokens, exact_sampler=False),
+    Variant("atr", "bounds.method=atr bounds.delta=0.002 optim.lr=0.008", clips_both_ways),
+    Variant("ctpo, token-mask", "bounds.method=ctpo objective.importance=token-mask objective.importance_cap=1.3 "
+            "sampling.prompts=8 optim.lr=0.008", masks_tokens, exact_sampler=False),
+    Variant("vaco, sequence-mask", "bounds.method=vaco bounds.delta=0.1 objective.importance=sequence-mask "
             "objective.importance_cap=1.2 sampling.prompts=8 optim.lr=0.008", clips_both_ways, exact_sampler=False),
     Variant("m2po", "bounds.method=m2po bounds.threshold=0.005 sampling.prompts=8", clips_both_ways,
             exact_sampler=False),
+    Variant("wapo", "bounds.method=wapo bounds.eps_high=0.05 objective.advantage_std=false sampling.prompts=8 "
+            "objective.aggregation=seq-sum-norm optim.lr=0.008", clips_both_ways),
+    Variant("dgpo", "bounds.method=dgpo bounds.eps_low=0.02 bounds.eps_high=0.02 bounds.decay_low=2 sampling.prompts=8 "
+            "optim.lr=0.008", leaves_the_interval),
     Variant("bapo", "bounds.method=bapo bounds.low_start=0.9 bounds.low_end=0.95 bounds.high_start=1.02 "
             "bounds.high_end=1.2 bounds.step=0.01 bounds.share=0.55 objective.dual_clip=null sampling.prompts=8 "
             "optim.lr=0.008 optim.micro_batch_tokens=40", chooses_intervals),
@@ -227,8 +248,7 @@ VARIANTS = [
             "objective.aggregation=token-mean", has_tokens_without_ratio),
     Variant("the tokens of the highest entropy by the trainer, penalty, bonus and truncated completions",
             "objective.top_entropy=0.4 objective.reference_kl=0.05 objective.entropy_bonus=0.1 sampling.prompts=8 "
-            "objective.aggregation=seq-sum-norm objective.mask_truncated=true optim.micro_batch_tokens=40",
-            masks_completions, exact_sampler=False),
+            "objective.mask_truncated=true optim.micro_batch_tokens=40", masks_completions, exact_sampler=False),
     Variant("the tokens of the highest entropy, zero-variance groups of another engine",
             f"{KL} objective.top_entropy=0.3 sampling.prompts=8", has_tokens_without_ratio, exact_sampler=False),
     Variant("one update, a warm-up longer than a step", "optim.updates=1 optim.warmup_steps=2",
@@ -270,6 +290,10 @@ def test_bfloat16_with_masters_is_near_the_reference(tmp_path, models):
     assert case.differences.gradient < 0.06, case.differences
     assert case.differences.metrics < 0.2, case.differences
     assert case.differences.weights < 1e-5, case.differences
+    parameters = case.components.policy.model.parameters()
+    for parameter, master in zip(parameters, case.reference.masters, strict=True):
+        assert parameter.dtype == torch.bfloat16
+        torch.testing.assert_close(parameter.float(), master.float(), rtol=2**-8, atol=1e-6)
 
 
 def largest(differences: Differences) -> float:

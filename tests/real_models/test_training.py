@@ -1,6 +1,7 @@
-"""Training steps of pretrained models: all weights against plain torch, LoRA against peft."""
+"""Training steps of pretrained models: all weights against plain torch, LoRA against peft, a kill and its resume."""
 
 import json
+import signal
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -21,7 +22,10 @@ from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.build import build_components
 from bandpo_cli.training.loop import train
 from bandpo_cli.types import Completion
-from tests.cli.eval_command import succeed
+from tests.cli.eval_command import bandpo, succeed
+from tests.cli.processes import wait_until
+from tests.cli.train_runs import record
+from tests.commands import Forked
 from tests.real_models.pretrained import encoded_prompts, plain_logprobs, plain_model
 from tests.tasks.stored_completions import jsonl
 
@@ -51,6 +55,28 @@ def settings(folder: Path, place: Path) -> dict[str, Any]:
         "evaluation": {"every": 0},
         "tracking": {"mlflow": False},
     }
+
+
+def test_a_killed_run_resumes_with_equal_records(folder, tmp_path):
+    config, runs = tmp_path / "run.yaml", tmp_path / "runs"
+    layer = {"steps": 2, "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0, "background": False}}
+    short = settings(folder, tmp_path) | layer
+    short["sampling"]["prompts"] = short["optim"]["updates"] = 1
+    config.write_text(json.dumps(short))
+    succeed("train", "-c", config, "--name", "complete", "--set", "checkpoint.every=0", cwd=tmp_path)
+    process = Forked("train", "-c", str(config), "--name", "killed", cwd=tmp_path, OMP_NUM_THREADS="1")
+    wait_until(process, (runs / "killed" / "checkpoints" / "step-000001").exists)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert record(runs / "killed")[-1]["step"] < 2
+    done = bandpo("train", "--resume", "killed", cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert "after step 1" in " ".join(done.out.split())
+    assert record(runs / "killed") == record(runs / "complete")
+    weights = [*runs.glob("*/checkpoints/step-000002/model.safetensors")]
+    assert len(weights) == 2
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def advantages_of(rewards: Sequence[float], samples: int) -> list[float]:
