@@ -94,6 +94,16 @@ def test_weights_are_those_of_the_completion_without_its_masked_tokens(method, r
     assert out.gradient_weights.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "cppo"])
+def test_the_log_prob_of_a_masked_token_changes_nothing(method):
+    loss, new, batch = corrected(method, "token-mask", 0.1)
+    assert batch.importance_weights is not None
+    out, _ = outputs(loss, new, batch)
+    moved = torch.where(batch.importance_weights == 0, new - 3.0, new)
+    other, _ = outputs(loss, moved, batch)
+    torch.testing.assert_close(other.gradient, out.gradient, rtol=1e-12, atol=0)
+
+
 class GeometricMean(PolicyLoss):
     """A custom loss whose gradient with respect to a token depends on the losses of the others: −a·exp(mean log r)."""
 

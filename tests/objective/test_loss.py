@@ -15,9 +15,11 @@ from bandpo_cli.methods.importance_correction import SINGLE_RULES, importance_we
 from bandpo_cli.methods.loss import IntervalLoss, LossBatch
 from bandpo_cli.methods.ratio_intervals import ClipSettings
 from bandpo_cli.objective.policy_objective import (
+    AGGREGATIONS,
     entropy_threshold,
     k3,
     next_entropy_bonus,
+    off_policy_tokens,
     policy_objective,
 )
 
@@ -67,6 +69,44 @@ def test_reference_penalty_is_k3():
     torch.testing.assert_close((logp.exp() * k3(logp, logq)).sum(), (logp.exp() * (logp - logq)).sum())
 
 
+def test_masks_and_penalties_equal_their_definitions():
+    """The mask drops the second and the third completion of four; the fourth drifts too, with a positive advantage.
+
+    Every other token has the highest entropies (`objective.top_entropy`).
+    """
+    drifts, negative = [0.1, 0.6, 0.9, 0.9], [-1.0, -1.0, -0.5, 2.0]
+    lengths, generator = torch.tensor([3, 2, 4, 3]), torch.Generator().manual_seed(1)
+    noise, old, ref = torch.randn(3, 12, dtype=torch.float64, generator=generator) * 0.1 - 1.0
+    advantages, shifts = (
+        torch.tensor(x, dtype=torch.float64).repeat_interleave(lengths) for x in (negative, drifts)
+    )
+    sampler, new, share = old + 0.2, old + 0.25 - shifts + noise + 1.0, torch.rand(12, dtype=torch.float64)
+    importance = torch.tensor([1.0, 0.0, 0.5] * 4, dtype=torch.float64)
+    bounds = {"lower": torch.full((12,), 0.8), "upper": torch.full((12,), 1.2)}
+    chosen = torch.arange(12) % 2 == 0
+    batch = LossBatch(lengths, advantages, old, bounds, importance, ref, None, sampler, chosen)
+    terms = {"reference_kl": 0.3, "reference_kl_estimator": "unbiased", "drift_penalty": 0.7}
+    options = ObjectiveConfig(dual_clip=None, off_policy_mask=0.4, **terms)
+    found = policy_objective(IntervalLoss(ClipSettings(), options), new, batch, share)
+    x = new.clone().requires_grad_()
+    total, first = torch.zeros((), dtype=torch.float64), 0
+    for length in lengths.tolist():
+        span = range(first, first + length)
+        first += length
+        drift = sum((sampler[t] - new[t]).item() for t in span) / length
+        for t in span:
+            r, a, u = (x[t] - old[t]).exp(), advantages[t], (ref[t] - x[t]).exp()
+            policy = -torch.min(r * a, r.clamp(0.8, 1.2) * a) * (not (a < 0 and drift > 0.4)) * chosen[t]
+            penalty = 0.3 * r * (u - 1 - u.log()) + 0.7 * r.log() ** 2
+            total = total + share[t] * importance[t] * (policy + penalty)
+    (gradient,) = torch.autograd.grad(total, x)
+    torch.testing.assert_close(found.loss, total.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.gradient, gradient, rtol=1e-12, atol=1e-15)
+    dropped = off_policy_tokens(new, batch, 0.4)
+    assert [part[0].item() for part in dropped.split(lengths.tolist())] == [False, True, True, False]
+    assert not found.gradient_weights[dropped | ~chosen].any()
+
+
 TOKEN_THEN_MEAN = [
     {"rule": "token-reject", "low": 0.5, "high": 3.0},
     {"rule": "sequence-reject", "low": 0.9, "high": 1.2},
@@ -114,10 +154,6 @@ def test_a_list_of_rules_applies_in_order_to_the_kept_tokens(rules, expected):
         ({"importance": [{"rule": "token-truncate", "low": 0.5}]}, r"importance\[0\] = .*no effect"),
         ({"importance": "bypass_pg_is"}, "set objective.old_logprobs to 'sampler'"),
         ({"importance": "decoupled_geo"}, "did you mean 'decoupled_geo_rs'"),
-        ({"importance": "token-masked"}, "did you mean 'token-mask'"),
-        ({"importance_floor": 0.5}, "importance_floor = 0.5"),
-        ({"importance": "token-mask", "importance_cap": None}, "'token-mask' needs importance_cap"),
-        ({"importance": "sequence-mask", "importance_floor": 1.2}, r"\[1\.2, 2\]"),
         ({"top_entropy": 1.0}, r"objective.top_entropy = 1.0: .*less than 1"),
         (
             {"entropy_target": 0.2, "entropy_bonus": 0.01},
@@ -127,10 +163,9 @@ def test_a_list_of_rules_applies_in_order_to_the_kept_tokens(rules, expected):
         ({"reference_kl_estimator": "unbiased"}, "no effect with reference_kl = 0"),
     ],
 )
-def test_settings_without_effect_or_meaning_are_refused_in_one_line(objective, message):
-    with pytest.raises(ConfigError, match=message) as error:
+def test_settings_without_effect_are_refused(objective, message):
+    with pytest.raises(ConfigError, match=message):
         resolve([{"objective": objective}])
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +174,23 @@ def test_settings_without_effect_or_meaning_are_refused_in_one_line(objective, m
 def test_a_method_refuses_a_setting_that_cannot_act_on_it(method, objective):
     with pytest.raises(ConfigError, match=f"no effect with.*{method}|{method}.*no effect with"):
         resolve([{"bounds": {"method": method}, "objective": objective}])
+
+
+def test_an_entropy_bonus_has_no_importance_weights():
+    old, entropy = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([0.2, 1.5, 0.7])
+    weights, bounds = (
+        torch.tensor([0.5, 0.25, 0.25]),
+        {"lower": torch.zeros(3), "upper": torch.full((3,), 2.0)},
+    )
+    batch = LossBatch(torch.tensor([2, 1]), torch.ones(3), old, bounds, torch.tensor([0.0, 2.0, 0.5]))
+    loss = IntervalLoss(ClipSettings(), ObjectiveConfig(entropy_bonus=0.4))
+    without, found = (
+        policy_objective(loss, old, batch, weights),
+        policy_objective(loss, old, batch, weights, entropy),
+    )
+    assert (found.loss - without.loss).item() == pytest.approx(-0.4 * (0.5 * 0.2 + 0.25 * 1.5 + 0.25 * 0.7))
+    assert found.entropy_gradient.tolist() == pytest.approx([-0.2, -0.1, -0.1])
+    assert torch.equal(found.gradient, without.gradient)
 
 
 def test_the_coefficient_of_the_bonus_follows_the_entropy():
@@ -166,6 +218,16 @@ def test_the_tokens_of_the_highest_entropy_are_those_above_the_quantile(share):
     entropy = torch.rand(73, generator=torch.Generator().manual_seed(0))
     expected = entropy >= torch.quantile(entropy, 1 - share)
     assert torch.equal(entropy >= entropy_threshold(entropy, share), expected)
+
+
+def test_aggregation_weights():
+    """Three completions of 2, 1 and 4 tokens; the limit is 8."""
+    expected = {
+        "seq-mean-token-mean": [1 / 6, 1 / 3, 1 / 12], "token-mean": [1 / 7] * 3, "seq-sum-norm": [1 / 24] * 3
+    }  # fmt: skip
+    assert expected.keys() == AGGREGATIONS.keys()
+    for name, weights in expected.items():
+        torch.testing.assert_close(AGGREGATIONS[name](torch.tensor([2, 1, 4]), 8), torch.tensor(weights))
 
 
 def test_by_default_the_loss_has_a_dual_clip_of_10_and_no_reference_penalty():
@@ -222,3 +284,19 @@ def test_weights_of_extreme_log_probs_are_limited(rule, rows):
     assert ((weights >= 0) & (weights <= 2)).all()
     if rule == "token-truncate":
         assert (weights > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        ({"importance": "token-masked"}, "did you mean 'token-mask'"),
+        ({"importance_floor": 0.5}, "importance_floor = 0.5"),
+        ({"importance": "token-mask", "importance_cap": None}, "'token-mask' needs importance_cap"),
+        ({"importance": "sequence-mask", "importance_floor": 1.2}, "[1.2, 2]"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_one_line(layer, words):
+    with pytest.raises(ConfigError) as raised:
+        resolve([{"objective": layer}])
+    assert "\n" not in str(raised.value)
+    assert words in str(raised.value)

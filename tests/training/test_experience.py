@@ -1,5 +1,6 @@
 """Experiences: values of π_old from three sources, and groups without an advantage that do not go through the model."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,11 +16,15 @@ from bandpo_cli.objective.policy_objective import policy_objective
 from bandpo_cli.sampling.sampler import TransformersSampler, is_exact
 from bandpo_cli.training import experience, update
 from bandpo_cli.training.experience import Experience, active_groups, prepare_updates
-from bandpo_cli.training.metrics import token_metrics
+from bandpo_cli.training.metrics import token_metrics, update_metrics
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.update import AppliedUpdates, update_policy
 from bandpo_cli.types import Group
-from tests.training.small_updates import config_of, graded_groups, policy_of
+from tests.training import small_updates
+from tests.training.small_updates import config_of, graded_groups, policy_of, weights_of
+
+RATIO_METRICS = {"ratio/mean", "ratio/max", "kl/old_new", "clip/outside_fraction"}
+"""Metrics of the tokens that went through the model in an update."""
 
 
 def settings(method: str = "band", updates: int = 2, **sections: Any) -> RunConfig:
@@ -43,17 +48,48 @@ def experiences_of(
     return prepare_updates(policy, None, groups, advantages, loss, config, exact)
 
 
-def updated(policy: Policy, experiences: list[Experience], config: RunConfig) -> AppliedUpdates:
-    return update_policy(policy, Optimizer(policy.model, config.optim, len(experiences)), experiences, config)
+@dataclass
+class Outcome:
+    weights: torch.Tensor
+    gradient: torch.Tensor
+    updates: AppliedUpdates
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return update_metrics(self.updates) | token_metrics(self.updates.trained)
+
+
+def updated(policy: Policy, experiences: list[Experience], config: RunConfig) -> Outcome:
+    optimizer = Optimizer(policy.model, config.optim, total_updates=len(experiences))
+    updates = update_policy(policy, optimizer, experiences, config)
+    gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
+    return Outcome(weights_of(policy), gradient, updates)
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("method", ["band", "gspo", "kl-cov"])
+def test_updates_equal_those_of_all_tokens_with_log_probs_of_the_trainer(method):
+    """One update: the gradient is that of all groups; metrics differ in those that need a ratio alone."""
+    config = settings(method, updates=1)
+    config = config.model_copy(update={"optim": config.optim.model_copy(update={"micro_batch_tokens": 1})})
+    policy, other = policy_of(), policy_of()
+    found = updated(policy, experiences_of(policy, config), config)
+    expected = updated(other, small_updates.experiences_of(other, 1, config.bounds, config), config)
+    assert expected.gradient.abs().max() > 1e-3
+    torch.testing.assert_close(found.gradient, expected.gradient, atol=1e-5, rtol=1e-4)
+    left_out = set() if policy_loss(config.bounds, config.objective).needs_all_tokens else RATIO_METRICS
+    same = {name for name in expected.metrics if name not in left_out and not name.startswith("sampler/")}
+    for name in same:
+        assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-5), name
 
 
 def test_the_first_update_has_ratios_of_exactly_one():
     policy = policy_of()
     config = settings()
-    updates = updated(policy, experiences_of(policy, config), config)
-    first, second = updates.forwards
+    outcome = updated(policy, experiences_of(policy, config), config)
+    first, second = outcome.updates.forwards
     assert (first.ratios == 1).all()
-    assert torch.equal(first.logprobs, updates.trained[0].old_logprobs)
+    assert torch.equal(first.logprobs, outcome.updates.trained[0].old_logprobs)
     assert (second.ratios != 1).any()
 
 
@@ -130,7 +166,7 @@ def test_no_more_passes_than_the_loss_needs_with_a_sampler_that_is_not_exact(
     experiences = prepare_updates(
         policy, None, groups, group_advantages(rewards), loss, config, is_exact(sampler, policy)
     )
-    updated(policy, experiences, config)
+    update_policy(policy, Optimizer(policy.model, config.optim, 2), experiences, config)
     sizes = [sum(len(rollout.completion.token_ids) for rollout in group.rollouts_G) for group in groups]
     tokens = {
         "first": sizes[0],
@@ -155,7 +191,7 @@ def test_no_pass_without_gradient_where_the_sampler_is_exact(monkeypatch, entrop
     policy = policy_of()
     config = settings(objective={"all_token_metrics": True})
     passes = count_passes(monkeypatch)
-    metrics = token_metrics(updated(policy, experiences_of(policy, config, entropy), config).trained)
+    metrics = updated(policy, experiences_of(policy, config, entropy), config).metrics
     assert [with_gradient for with_gradient, _ in passes] == [True, True]
     assert ("train/entropy_token_share" in metrics) != entropy
 

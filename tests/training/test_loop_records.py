@@ -2,9 +2,10 @@
 
 import gc
 import json
+import math
 import weakref
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import pandas as pd
@@ -29,6 +30,23 @@ from tests.training.recording import (
     same_weights,
     shaped_reward,
 )
+
+CONTRACT = {
+    "train": ["reward", "accuracy", "entropy", "response_length"],
+    "clip": ["active_fraction", "upper_fraction", "lower_fraction", "outside_fraction"],
+    "ratio": ["mean", "max"],
+    "kl": ["old_new"],
+    "sampler": ["logprob_gap_mean", "logprob_gap_max"],
+    "optim": ["loss", "grad_norm", "lr"],
+    "time": ["step"],
+}
+KEYS = {f"{group}/{name}" for group, names in CONTRACT.items() for name in names}
+"""Keys that every training step has in metrics.jsonl."""
+
+
+def test_every_step_has_the_documented_metrics(recorded):
+    for step in range(1, 6):
+        assert not KEYS - recorded.line(step).keys()
 
 
 def mean(values: Sequence[float]) -> float:
@@ -100,10 +118,16 @@ def evaluation_by_hand(recording: Recording, step: int) -> dict[str, dict[str, d
             group = next(groups)
             assert {item.problem.id for item in group} == {problem.id}
             correct = [item.grade.correct for item in group]
+            verdicts = [item.grade.verdict for item in group]
             by_hand[label][problem.id] = {
                 "mean_at_3": mean(correct),
                 "pass_at_2": mean([any(pair) for pair in combinations(correct, 2)]),
+                "answer_format_rate": 1 - verdicts.count("malformed") / 3,
+                "truncation_rate": mean([item.completion.finish_reason == "length" for item in group]),
                 "response_length": mean([len(item.completion.token_ids) for item in group]),
+                "timeout_rate": verdicts.count("timeout") / 3,
+                "grader_error_rate": verdicts.count("grader-error") / 3,
+                "not_applicable_rate": verdicts.count("not-applicable") / 3,
             }
     assert next(groups, None) is None
     return by_hand
@@ -168,22 +192,6 @@ def test_old_checkpoints_are_removed_after_the_line_of_the_new_one(tmp_path, sma
     at_line = {step: value.checkpoints_at_line for step, value in recording.steps.items()}
     assert at_line == {1: [1], 2: [1, 2], 3: [2, 3]}
     assert list(model_checkpoints(recording.folder)) == [3]
-
-
-@pytest.mark.slow
-def test_with_lora_the_adapters_alone_are_trained_and_saved(tmp_path, small_model):
-    layer = {"steps": 2, "model": {"lora": {"rank": 4}}, "objective": {"reference_kl": 0.01}}
-    recording = run(tmp_path / "a", small_model, layer)
-    last = recording.steps[2].updates[-1].weights
-    moved = {name for name, weight in last.items() if not torch.equal(weight, recording.initial[name])}
-    assert moved == {name for name in last if "lora_" in name}
-    assert recording.components.reference.model is recording.components.policy.model
-    # In the first step the policy is its reference up to the second update; later it moves away.
-    assert recording.line(2)["kl/ref"] > recording.line(1)["kl/ref"] >= 0.0
-    assert all(recording.line(step)["sampler/logprob_gap_max"] < 1e-5 for step in (1, 2))
-    files = {path.name for path in recording.folder.checkpoint_dir(2).iterdir()}
-    assert files >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "trainer"}
-    assert not {"config.json", "model.safetensors"} & files
 
 
 def test_the_callback_receives_the_phases_of_a_step_in_order(recorded):
@@ -261,6 +269,10 @@ def test_a_step_with_grader_errors_only_ends_the_run(
     assert not list(recording.folder.path.glob("samples/*"))
 
 
+ONE_STEP: dict[str, Any] = {"steps": 1, "evaluation": {"every": 1}, "reward": {"overlong_buffer": 0}}
+"""One step with its token table; rewards depend on the grader alone."""
+
+
 def texts_by_hand(recording: Recording, ids: tuple[int, ...]) -> str:
     """Return token ids as text; in this vocabulary a token is a character, and the first two are special."""
     names = {number: name for name, number in recording.components.policy.tokenizer.get_vocab().items()}
@@ -278,6 +290,32 @@ def test_the_grader_receives_the_text_of_each_completion_with_its_own_problem(re
             assert entry.text == texts_by_hand(recorded, entry.completion.token_ids)
     assert len({group[0].problem.id for group in groups}) == (20 if kind == "training" else 8)
     assert any(1 in item.completion.token_ids for group in groups for item in group)
+
+
+def test_the_trainers_own_model_is_corrected_for_in_16_bits_only(recorded, tmp_path, small_model):
+    """The real sampler, which draws from logits rounded to bfloat16: w = π_old/π_sampler of every token, by hand."""
+    assert not [key for key in recorded.line(1) if key.startswith("sampler/importance")]
+    assert recorded.line(1)["sampler/logprob_gap_max"] < 1e-4
+    recording = run(tmp_path / "a", small_model, ONE_STEP, {"model": {"dtype": "bfloat16"}})
+    groups, line = recording.steps[1].training_groups(), recording.line(1)
+    reported = [logprob for group in groups for item in group for logprob in item.completion.logprobs]
+    table = pd.read_parquet(recording.folder.path / "tokens" / "step-000001.parquet")
+    weights = [math.exp(old - new) for old, new in zip(table["old_logprob"], reported, strict=True)]
+    assert max(weights) > 1.003, "no token differs, so nothing is tested"
+    assert line["sampler/importance_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-6)
+    assert line["sampler/importance_max"] == pytest.approx(max(weights), rel=1e-6)
+
+
+def test_weights_change_only_at_updates(recorded):
+    for number in range(1, 6):
+        weights = [
+            recorded.weights_before(number),
+            *(update.weights for update in recorded.steps[number].updates),
+        ]
+        assert not any(same_weights(one, other) for one, other in pairwise(weights))
+    assert same_weights(
+        recorded.steps[5].updates[-1].weights, dict(recorded.components.policy.model.state_dict())
+    )
 
 
 def test_no_gradient_and_no_value_per_token_is_held_when_the_sampler_syncs(
@@ -367,3 +405,19 @@ def test_the_cache_is_emptied_after_garbage_collection_if_there_is_a_gpu(monkeyp
     monkeypatch.setattr(load.gc, "collect", lambda: calls.append("collect"))
     release_cached_memory()
     assert calls == (["collect", "empty"] if initialized else [])
+
+
+@pytest.mark.slow
+def test_with_lora_the_adapters_alone_are_trained_and_saved(tmp_path, small_model):
+    layer = {"steps": 2, "model": {"lora": {"rank": 4}}, "objective": {"reference_kl": 0.01}}
+    recording = run(tmp_path / "a", small_model, layer)
+    last = recording.steps[2].updates[-1].weights
+    moved = {name for name, weight in last.items() if not torch.equal(weight, recording.initial[name])}
+    assert moved == {name for name in last if "lora_" in name}
+    assert recording.components.reference.model is recording.components.policy.model
+    # In the first step the policy is its reference up to the second update; later it moves away.
+    assert recording.line(2)["kl/ref"] > recording.line(1)["kl/ref"] >= 0.0
+    assert all(recording.line(step)["sampler/logprob_gap_max"] < 1e-5 for step in (1, 2))
+    files = {path.name for path in recording.folder.checkpoint_dir(2).iterdir()}
+    assert files >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "trainer"}
+    assert not {"config.json", "model.safetensors"} & files

@@ -10,6 +10,7 @@ from bandpo_cli.config.batch_and_sampling import OptimConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.methods.loss import policy_loss
 from bandpo_cli.objective.advantages import group_advantages
+from bandpo_cli.objective.policy_objective import AGGREGATIONS
 from bandpo_cli.training.metrics import clip_map_columns, token_metrics, update_metrics
 from bandpo_cli.training.optimizer import Optimizer, lr_factor
 from bandpo_cli.training.update import update_policy
@@ -20,10 +21,30 @@ from tests.training.small_updates import (
     changed,
     config_of,
     experience_of,
+    experiences_of,
     graded_groups,
     policy_of,
     weights_of,
 )
+
+
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "seq-sum-norm"])
+def test_accumulated_micro_batches_give_the_gradient_of_one_pass(aggregation):
+    """The gradients of one row at a time add up to the gradient of all rows at once."""
+    gradients = []
+    for micro in (10_000, 1):
+        policy = policy_of()
+        config = config_of(
+            objective={"aggregation": aggregation}, optim={"micro_batch_tokens": micro, "max_grad_norm": None}
+        )
+        optimizer = Optimizer(policy.model, config.optim, total_updates=1)
+        metrics = update_policy(policy, optimizer, experiences_of(policy, 1, config=config), config)
+        gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
+        gradients.append((update_metrics(metrics), gradient))
+    (one_pass_metrics, one_pass), (split_metrics, split) = gradients
+    assert one_pass.abs().max() > 1e-3
+    torch.testing.assert_close(split, one_pass, atol=1e-5, rtol=1e-4)
+    assert split_metrics == pytest.approx(one_pass_metrics, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("masks", [False, True])
@@ -97,6 +118,41 @@ def test_updates_of_the_shortest_batches(aggregation, token_ids):
     better = before.advantages == before.advantages.max()
     if len(set(token_ids)) > 1:
         assert (after.old_logprobs - before.old_logprobs)[better].sum() > 0
+
+
+def ending(groups: list[Group], *reasons: str) -> list[Group]:
+    """Return the groups with other reasons for the end of their completions."""
+    return [
+        replace(
+            group,
+            rollouts_G=tuple(
+                replace(rollout, completion=replace(rollout.completion, finish_reason=reason))
+                for rollout, reason in zip(group.rollouts_G, reasons, strict=True)
+            ),
+        )
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_masked_completions_have_no_loss_and_do_not_count_in_its_normalisation(aggregation):
+    """The update is that of the other completions alone; penalty and bonus, which need no advantage, too."""
+    objective = {"aggregation": aggregation, "reference_kl": 0.5, "entropy_bonus": 0.1}
+    objective |= {"mask_truncated": True}
+    config = config_of(objective=objective, optim={"max_grad_norm": None, "micro_batch_tokens": 20})
+    loss, advantages = policy_loss(config.bounds, config.objective), torch.linspace(-1, 2, 16).reshape(4, 4)
+    groups = ending(graded_groups(policy_of()), "length", "stop", "stop", "stop")
+    others = [replace(group, rollouts_G=group.rollouts_G[1:]) for group in groups]
+    outcomes = []
+    for completions, values in ((groups, advantages), (others, advantages[:, 1:])):
+        policy = policy_of()
+        experience = experience_of(policy, completions, values, loss, config, reference=policy_of(seed=1))
+        updates = update_policy(policy, Optimizer(policy.model, config.optim, 1), [experience], config)
+        outcomes.append((updates.forwards[0].loss, updates.grad_norms[0], weights_of(policy)))
+    assert outcomes[0][1] > 1e-3
+    torch.testing.assert_close(outcomes[0], outcomes[1], atol=1e-6, rtol=1e-5)
+    truncated = experience_of(policy, ending(groups, *["length"] * 4), advantages, loss, config)
+    assert not truncated.loss_weights(aggregation, 6).any()
 
 
 def test_a_completion_without_tokens_is_refused():
